@@ -1,1 +1,23 @@
-//! Stub.
+//! The one seam to hardware: what the device asks of an engine, and what an engine may ask of memory and links.
+//!
+//! - [`DmaEngine`] moves bytes between places that are already translated, checked and pinned. It never sees a guest's address.
+//! - [`Memory`] is bytes at a [`Location`]; an engine that moves bytes on the CPU is handed one.
+//! - [`LinkLedger`] is the credit of the host's links, shared by every tenant's worker.
+//! - [`conformance`] is the suite that every engine passes.
+//!
+//! Not here: any hardware, any simulation, translation, rights, threads.
+#![forbid(unsafe_code)]
+
+pub mod conformance;
+mod engine;
+mod ledger;
+mod memory;
+mod segments;
+
+pub use engine::{
+    DmaEngine, EndpointKind, EndpointSpec, EngineCaps, EngineError, Finished, Initiated, JobId, Raised, Route,
+    Segments, Submit, Transfer, Work,
+};
+pub use ledger::{Direction, LinkId, LinkLedger, Unlimited};
+pub use memory::{Memory, MemoryError, RamMap, RamRegion};
+pub use segments::{CopyError, copy_segments, fill_segments, stage_segments, total_len};

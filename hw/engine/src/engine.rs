@@ -1,0 +1,227 @@
+//! Transfers, and the engine that carries them out.
+
+use std::fmt;
+use std::time::Duration;
+
+use iommu_addr::{DomainId, EndpointId, Iova, Range, Segment};
+use smallvec::SmallVec;
+
+use crate::MemoryError;
+
+/// Names a transfer while an engine has it. Unique within one engine's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct JobId(pub u64);
+
+/// Places laid end to end.
+pub type Segments = SmallVec<[Segment; 2]>;
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Route {
+    /// One hop: the initiator reaches both ends.
+    Direct,
+    /// Two hops through memory of the host.
+    Staged,
+}
+
+/// What a transfer does. Source and destination have the same total length.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Copy `src` to `dst`.
+    Copy {
+        /// Bytes to read.
+        src: Segments,
+        /// Bytes to write.
+        dst: Segments,
+        /// Which way.
+        route: Route,
+    },
+    /// Fill `dst` with the little-endian bytes of `pattern`, repeated from the first byte on.
+    Fill {
+        /// Bytes to write.
+        dst: Segments,
+        /// Eight bytes.
+        pattern: u64,
+    },
+    /// Run what an [`Initiated`] asked for, over the memory it named.
+    Kernel {
+        /// Bytes to read.
+        src: Segments,
+        /// Bytes to write.
+        dst: Segments,
+    },
+    /// Make every earlier transfer of the initiator visible to every observer.
+    Flush,
+}
+
+/// One transfer, translated, checked and pinned: the engine may touch exactly these bytes until it reports the end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// Name for the report.
+    pub job: JobId,
+    /// Whose work it is; engines with a context per domain (register files) use it.
+    pub domain: DomainId,
+    /// The endpoint that acts.
+    pub initiator: EndpointId,
+    /// What to do.
+    pub work: Work,
+}
+
+/// How a transfer ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finished {
+    /// Which transfer.
+    pub job: JobId,
+    /// Bytes moved, from the first on, also after an error.
+    pub bytes: u64,
+    /// Success, or what went wrong after `bytes`.
+    pub result: Result<(), EngineError>,
+    /// The engine has something for [`DmaEngine::raised`].
+    pub raised: bool,
+}
+
+/// What became of a submission.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Submit {
+    /// The engine has it; a [`Finished`] comes through [`DmaEngine::poll`].
+    Submitted,
+    /// Already done, on the caller's thread.
+    Executed(Finished),
+}
+
+/// Why a transfer was not taken, or did not succeed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EngineError {
+    /// Every queue slot is taken; submit again after a [`Finished`].
+    #[error("The engine's queue is full")]
+    Busy,
+    /// The engine cannot reach one of the places.
+    #[error("The engine cannot reach the memory")]
+    Memory(#[from] MemoryError),
+    /// Registers need one naturally aligned access of 4 or 8 bytes.
+    #[error("Registers take one aligned access of 4 or 8 bytes at a time")]
+    RegisterAccess,
+    /// Given up on request.
+    #[error("The transfer was aborted")]
+    Aborted,
+    /// The device says so.
+    #[error("The device failed with code {code:#x}")]
+    Device {
+        /// The device's own code.
+        code: u32,
+    },
+}
+
+/// Work that a device's own logic starts: the device translates it like any guest's work, with the endpoint as accessor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Initiated {
+    /// Who acts.
+    pub endpoint: EndpointId,
+    /// In whose address space.
+    pub domain: DomainId,
+    /// What to read.
+    pub src: Range<Iova>,
+    /// What to write.
+    pub dst: Range<Iova>,
+}
+
+/// What a device's own logic wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Raised {
+    /// Start work. Answer with a [`Work::Kernel`] transfer or with [`DmaEngine::refuse`].
+    Initiated(Initiated),
+    /// The user interrupt `vector`, for the domain that owns the context.
+    Interrupt {
+        /// Who.
+        endpoint: EndpointId,
+        /// For whom.
+        domain: DomainId,
+        /// Which one.
+        vector: u32,
+    },
+}
+
+/// What the planner needs to know of an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineCaps {
+    /// Longest transfer in bytes; the device splits longer work.
+    pub max_transfer: u64,
+    /// Transfers it can hold at a time.
+    pub queue_depth: usize,
+}
+
+/// What kind of device an endpoint is a slice of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EndpointKind {
+    /// A GPU.
+    Gpu,
+    /// An FPGA.
+    Fpga,
+}
+
+impl fmt::Display for EndpointKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Gpu => "gpu",
+            Self::Fpga => "fpga",
+        })
+    }
+}
+
+/// An endpoint as the device presents it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndpointSpec {
+    /// Number within the tenant.
+    pub id: EndpointId,
+    /// Kind of device.
+    pub kind: EndpointKind,
+    /// The operator's name for the slice, at most 31 bytes.
+    pub name: String,
+    /// Memory in bytes, a multiple of `granularity`.
+    pub memory_len: u64,
+    /// Size of the register page in bytes; 0 if there is none.
+    pub registers_len: u64,
+    /// Granule of allocation in bytes, a power of two of at least 4096.
+    pub granularity: u64,
+    /// Copy engines that work side by side.
+    pub engines: u16,
+}
+
+/// Moves bytes for one tenant. Every method may be called from any thread and none blocks, except [`DmaEngine::quiesce`].
+pub trait DmaEngine: Send + Sync {
+    /// Limits, constant for the engine's life.
+    fn caps(&self) -> EngineCaps;
+
+    /// Takes a transfer or says why not; the caller keeps its transfer either way. An engine validates nothing that the device has
+    /// promised (bounds, rights, pins), but answers a place it cannot reach with an error, never with a fault of the process.
+    fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError>;
+
+    /// Appends the transfers that have ended since the last call, and says how long until the next one may end, if the engine knows.
+    fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration>;
+
+    /// Asks for an end; a [`Finished`] still comes, with whatever result.
+    fn abort(&self, job: JobId);
+
+    /// Waits until no transfer is left, and appends their ends. Aborts what would not end by itself.
+    fn quiesce(&self, out: &mut Vec<Finished>);
+
+    /// Appends what the devices' own logic wants.
+    fn raised(&self, out: &mut Vec<Raised>) {
+        let _ = out;
+    }
+
+    /// An [`Initiated`] was refused with this wire status.
+    fn refuse(&self, initiated: &Initiated, status: u32) {
+        let _ = (initiated, status);
+    }
+
+    /// The domain is gone: forget its contexts. No transfer of it is left.
+    fn forget(&self, domain: DomainId) {
+        let _ = domain;
+    }
+
+    /// Called whenever [`DmaEngine::poll`] may have something new and nobody asked. Set once, before the first submission.
+    fn on_progress(&self, wake: Box<dyn Fn() + Send + Sync>) {
+        let _ = wake;
+    }
+}

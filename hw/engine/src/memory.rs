@@ -1,0 +1,55 @@
+//! Bytes at a location, and where the guest's memory comes from.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use iommu_addr::{Gpa, Location, Range};
+
+/// Memory that is not there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("No memory of {len} bytes at {at:?}; the guest's memory or the slice ends before it")]
+pub struct MemoryError {
+    /// First byte wanted.
+    pub at: Location,
+    /// How many.
+    pub len: u64,
+}
+
+/// Access to guest memory and to endpoints' memory. Nothing is checked here but that the bytes exist: rights were checked before.
+///
+/// Guests and devices write the same bytes at the same time; what a reader sees then is some mixture, never undefined behaviour.
+pub trait Memory: Send + Sync {
+    /// Copies `len` bytes. Overlapping ranges come out as if through a buffer.
+    fn copy(&self, dst: Location, src: Location, len: u64) -> Result<(), MemoryError>;
+
+    /// Fills `len` bytes with the little-endian bytes of `pattern`, repeated from the first byte on.
+    fn fill(&self, dst: Location, len: u64, pattern: u64) -> Result<(), MemoryError>;
+
+    /// Reads `into.len()` bytes.
+    fn read(&self, src: Location, into: &mut [u8]) -> Result<(), MemoryError>;
+
+    /// Writes `from.len()` bytes.
+    fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError>;
+}
+
+/// A run of guest memory, backed by a file.
+#[derive(Clone, Debug)]
+pub struct RamRegion {
+    /// Guest-physical addresses.
+    pub gpa: Range<Gpa>,
+    /// The file that holds the bytes; whoever made the region checked that it is long enough.
+    pub file: Arc<File>,
+    /// Where in the file the region begins, in bytes.
+    pub offset: u64,
+}
+
+/// The guest's memory, as the transport learns of it.
+pub trait RamMap: Send + Sync {
+    /// Puts a new table in place of the old one. A region with the same file (device and inode), offset and length as one that is mapped
+    /// keeps its mapping. On an error the old table stays. Copies that run on a region that went end before its memory is unmapped.
+    fn replace(&self, regions: &[RamRegion]) -> io::Result<()>;
+
+    /// Whether every byte of the range is guest memory. A range may span regions that touch.
+    fn contains(&self, range: Range<Gpa>) -> bool;
+}
