@@ -1,0 +1,3 @@
+//! One module a command of `cargo xtask`.
+
+pub(crate) mod kit;
