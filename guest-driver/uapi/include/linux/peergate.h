@@ -46,7 +46,7 @@
  * @version: out: version of the wire in force
  * @session: out: changes when the device loses its state
  * @domain: out: number of this file's domain, for reports only
- * @interrupt: out: enum peergate_interrupt
+ * @interrupt: out: PEERGATE_INTERRUPT_*
  * @iova_start: out: first address that may be mapped
  * @iova_last: out: last address that may be mapped
  * @page_size: out: granule of MAP in bytes
