@@ -339,15 +339,18 @@ pub struct StreamReset {
     pub reserved: U32,
 }
 
+/// CANCEL: every descriptor of the stream, whatever its cookie.
+pub const CANCEL_STREAM: u32 = 1 << 0;
+
 /// Body of CANCEL.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Cancel {
     /// The stream.
     pub stream: U32,
-    /// Bit 0: every descriptor of the stream, whatever its cookie.
+    /// [`CANCEL_STREAM`] or zero.
     pub flags: U32,
-    /// Which descriptor; zero with flag bit 0.
+    /// Which descriptor; zero with [`CANCEL_STREAM`].
     pub cookie: U64,
 }
 

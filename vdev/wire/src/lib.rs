@@ -16,9 +16,9 @@ mod work;
 
 pub use config::{CONFIG_MAGIC, CONFIG_SIZE, Config, VERSION};
 pub use control::{
-    ALLOC_REGISTERS, ALLOC_WINDOWABLE, Alloc, AllocReply, Attach, Cancel, CancelReply, ControlHeader, ControlReply,
-    ENDPOINT_ALL, EndpointInfo, EndpointKind, Flush, Free, Hello, HelloReply, MAP_READ, MAP_WRITE, Map, MapSegment,
-    Opcode, PEER_READ, PEER_WRITE, Peer, PeerReply, ProbeReply, StreamReset, Unmap,
+    ALLOC_REGISTERS, ALLOC_WINDOWABLE, Alloc, AllocReply, Attach, CANCEL_STREAM, Cancel, CancelReply, ControlHeader,
+    ControlReply, ENDPOINT_ALL, EndpointInfo, EndpointKind, Flush, Free, Hello, HelloReply, MAP_READ, MAP_WRITE, Map,
+    MapSegment, Opcode, PEER_READ, PEER_WRITE, Peer, PeerReply, ProbeReply, StreamReset, Unmap,
 };
 pub use event::{ACCESS_READ, ACCESS_WRITE, Event, EventKind, FaultReason, OWNER_HIDDEN};
 pub use status::Status;
