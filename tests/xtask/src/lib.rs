@@ -2,4 +2,5 @@
 //!
 //! The binary `xtask` is a thin command line over it; end-to-end tests may use it too. It knows nothing of the device.
 
+pub mod guest;
 pub mod kit;

@@ -47,10 +47,7 @@ fn a_compiler_warning_fails_the_build() {
     let dir = tempfile::tempdir().unwrap();
     let source = dir.path().join("kernel");
     module(&source, &format!("{GOOD}static int unused_one;\n"));
-    let error = kit
-        .build_module(&source, &[], &dir.path().join("out"))
-        .unwrap_err()
-        .to_string();
+    let error = kit.build_module(&source, &[], &dir.path().join("out")).unwrap_err().to_string();
     assert!(error.contains("unused_one"), "{error}");
 }
 
@@ -59,15 +56,8 @@ fn a_mixed_up_byte_order_fails_sparse_but_not_the_compiler() {
     let Some(kit) = kit() else { return };
     let dir = tempfile::tempdir().unwrap();
     let source = dir.path().join("kernel");
-    module(
-        &source,
-        &GOOD.replace(
-            "return 0;",
-            "u32 wrong = cpu_to_le32(7); return wrong == 0;",
-        ),
-    );
-    kit.build_module(&source, &[], &dir.path().join("out"))
-        .unwrap();
+    module(&source, &GOOD.replace("return 0;", "u32 wrong = cpu_to_le32(7); return wrong == 0;"));
+    kit.build_module(&source, &[], &dir.path().join("out")).unwrap();
     let error = kit.sparse(&source, &[]).unwrap_err().to_string();
     assert!(error.contains("__le32"), "{error}");
 }
@@ -78,15 +68,8 @@ fn kernel_modules_come_with_what_they_need_in_the_order_to_load() {
     let modules = kit.kernel_modules(&["vfio_pci", "virtio_pci"]).unwrap();
     let names: Vec<_> = modules.iter().map(|module| module.name.as_str()).collect();
     let place = |name: &str| names.iter().position(|n| *n == name).unwrap();
-    assert!(
-        place("vfio") < place("vfio-pci-core") && place("vfio-pci-core") < place("vfio-pci"),
-        "{names:?}"
-    );
+    assert!(place("vfio") < place("vfio-pci-core") && place("vfio-pci-core") < place("vfio-pci"), "{names:?}");
     assert!(!names.contains(&"virtio_pci"), "it is built in");
-    assert!(
-        modules
-            .iter()
-            .all(|module| fs::read(&module.path).unwrap().starts_with(b"\x7fELF"))
-    );
+    assert!(modules.iter().all(|module| fs::read(&module.path).unwrap().starts_with(b"\x7fELF")));
     assert!(kit.kernel_modules(&["no_such_module"]).is_err());
 }

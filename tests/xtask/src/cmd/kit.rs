@@ -33,30 +33,13 @@ pub(crate) fn run(args: &KitArgs) -> Result<()> {
         });
         println!("{facts:#}");
     } else {
-        let command: Vec<_> = kit
-            .qemu
-            .command
-            .iter()
-            .map(|word| word.display().to_string())
-            .collect();
-        let origin = if kit.qemu.from_path {
-            "this machine's"
-        } else {
-            "the kit's"
-        };
+        let command: Vec<_> = kit.qemu.command.iter().map(|word| word.display().to_string()).collect();
+        let origin = if kit.qemu.from_path { "this machine's" } else { "the kit's" };
         println!("tree     {}", kit.root.display());
-        println!(
-            "kernel   {} {}",
-            kit.kernel_release(),
-            kit.kernel_image().display()
-        );
+        println!("kernel   {} {}", kit.kernel_release(), kit.kernel_image().display());
         println!("modules  {}", kit.modules_dir().display());
         println!("busybox  {}", kit.busybox().display());
-        println!(
-            "qemu     {} ({origin}) {}",
-            kit.qemu.version,
-            command.join(" ")
-        );
+        println!("qemu     {} ({origin}) {}", kit.qemu.version, command.join(" "));
     }
     Ok(())
 }

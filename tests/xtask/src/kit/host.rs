@@ -14,28 +14,16 @@ struct Need {
 }
 
 const NEEDS: [Need; 4] = [
-    Need {
-        package: "mmdebstrap",
-        present: || on_path("mmdebstrap"),
-    },
-    Need {
-        package: "gcc",
-        present: || on_path("cc"),
-    },
-    Need {
-        package: "libc6-dev",
-        present: || Path::new("/usr/include/stdio.h").exists(),
-    },
+    Need { package: "mmdebstrap", present: || on_path("mmdebstrap") },
+    Need { package: "gcc", present: || on_path("cc") },
+    Need { package: "libc6-dev", present: || Path::new("/usr/include/stdio.h").exists() },
     // An early Debian 12 has a keyring from before the kit's release was signed.
     Need {
         package: "debian-archive-keyring",
         present: || {
-            ["gpg", "pgp", "asc"].iter().any(|kind| {
-                Path::new(&format!(
-                    "/usr/share/keyrings/debian-archive-trixie-stable.{kind}"
-                ))
-                .exists()
-            })
+            ["gpg", "pgp", "asc"]
+                .iter()
+                .any(|kind| Path::new(&format!("/usr/share/keyrings/debian-archive-trixie-stable.{kind}")).exists())
         },
     },
 ];
@@ -45,11 +33,7 @@ const NEEDS: [Need; 4] = [
 /// # Errors
 /// When something is missing and this is not root, or apt-get fails.
 pub fn ensure_programs() -> Result<()> {
-    let missing: Vec<&str> = NEEDS
-        .iter()
-        .filter(|need| !(need.present)())
-        .map(|need| need.package)
-        .collect();
+    let missing: Vec<&str> = NEEDS.iter().filter(|need| !(need.present)()).map(|need| need.package).collect();
     if missing.is_empty() {
         return Ok(());
     }

@@ -14,18 +14,11 @@ use anyhow::{Context, Result, bail};
 /// The variable that names a Debian archive (`http://host/debian`) when apt's own configuration has none.
 pub const MIRROR_VARIABLE: &str = "PEERGATE_DEBIAN_MIRROR";
 
-const KEYRINGS: [&str; 2] = [
-    "/usr/share/keyrings/debian-archive-keyring.gpg",
-    "/usr/share/keyrings/debian-archive-keyring.pgp",
-];
+const KEYRINGS: [&str; 2] =
+    ["/usr/share/keyrings/debian-archive-keyring.gpg", "/usr/share/keyrings/debian-archive-keyring.pgp"];
 /// Settings of the machine's apt that decide whether a fetch works at all, so the kit's apt must share them.
-const SHARED_SETTINGS: [&str; 5] = [
-    "Acquire::http::",
-    "Acquire::https::",
-    "Acquire::Check-",
-    "Acquire::Retries",
-    "Acquire::ForceIPv",
-];
+const SHARED_SETTINGS: [&str; 5] =
+    ["Acquire::http::", "Acquire::https::", "Acquire::Check-", "Acquire::Retries", "Acquire::ForceIPv"];
 
 /// One `deb` source, as written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,31 +48,19 @@ impl Archive {
     pub fn of_this_machine() -> Result<Self> {
         let named = std::env::var(MIRROR_VARIABLE).ok();
         let source = match &named {
-            Some(uri) => Source {
-                uri: uri.clone(),
-                suite: String::new(),
-                components: Vec::new(),
-                signed_by: None,
-            },
-            None => pick(read_sources(Path::new("/etc/apt"))?, &host_codename())
-                .with_context(|| format!("No Debian archive in /etc/apt; set {MIRROR_VARIABLE} to one (http://host/debian)"))?,
+            Some(uri) => Source { uri: uri.clone(), suite: String::new(), components: Vec::new(), signed_by: None },
+            None => pick(read_sources(Path::new("/etc/apt"))?, &host_codename()).with_context(|| {
+                format!("No Debian archive in /etc/apt; set {MIRROR_VARIABLE} to one (http://host/debian)")
+            })?,
         };
         let keyring = keyring_for(&source)?;
-        Ok(Self {
-            uri: resolve_mirror_list(&source.uri)?,
-            keyring,
-            settings: shared_settings()?,
-        })
+        Ok(Self { uri: resolve_mirror_list(&source.uri)?, keyring, settings: shared_settings()? })
     }
 
     /// The `sources.list` line for `suite`.
     #[must_use]
     pub fn line(&self, suite: &str) -> String {
-        format!(
-            "deb [signed-by={}] {} {suite} main",
-            self.keyring.display(),
-            self.uri
-        )
+        format!("deb [signed-by={}] {} {suite} main", self.keyring.display(), self.uri)
     }
 }
 
@@ -93,9 +74,7 @@ fn keyring_for(source: &Source) -> Result<PathBuf> {
         .chain(KEYRINGS)
         .map(PathBuf::from)
         .find(|path| path.is_file())
-        .context(
-            "No keyring of the Debian archive here; install the package debian-archive-keyring",
-        )
+        .context("No keyring of the Debian archive here; install the package debian-archive-keyring")
 }
 
 fn host_codename() -> String {
@@ -120,8 +99,7 @@ fn read_sources(apt: &Path) -> Result<Vec<Source>> {
             Some("sources") => parse_deb822,
             _ => continue,
         };
-        let text =
-            fs::read_to_string(file).with_context(|| format!("Cannot read {}", file.display()))?;
+        let text = fs::read_to_string(file).with_context(|| format!("Cannot read {}", file.display()))?;
         sources.extend(parse(&text));
     }
     Ok(sources)
@@ -133,10 +111,7 @@ fn pick(sources: Vec<Source>, codename: &str) -> Option<Source> {
     const NAMES: [&str; 5] = ["stable", "oldstable", "testing", "unstable", "sid"];
     let known = |suite: &str| suite == codename || NAMES.contains(&suite);
     let score = |source: &Source| {
-        let signed = source
-            .signed_by
-            .as_deref()
-            .is_some_and(|key| key.contains("debian-archive"));
+        let signed = source.signed_by.as_deref().is_some_and(|key| key.contains("debian-archive"));
         let path = source.uri.trim_end_matches('/').ends_with("/debian");
         (signed, path)
     };
@@ -146,10 +121,7 @@ fn pick(sources: Vec<Source>, codename: &str) -> Option<Source> {
         if !is_main || !known(&source.suite) {
             continue;
         }
-        if best
-            .as_ref()
-            .is_none_or(|best| score(&source) > score(best))
-        {
+        if best.as_ref().is_none_or(|best| score(&source) > score(best)) {
             best = Some(source);
         }
     }
@@ -158,9 +130,7 @@ fn pick(sources: Vec<Source>, codename: &str) -> Option<Source> {
 
 fn parse_deb822(text: &str) -> Vec<Source> {
     let body: Vec<&str> = text.lines().filter(|l| !l.starts_with('#')).collect();
-    body.split(|line| line.trim().is_empty())
-        .flat_map(parse_stanza)
-        .collect()
+    body.split(|line| line.trim().is_empty()).flat_map(parse_stanza).collect()
 }
 
 fn parse_stanza(lines: &[&str]) -> Vec<Source> {
@@ -175,12 +145,7 @@ fn parse_stanza(lines: &[&str]) -> Vec<Source> {
             fields.push((name.to_ascii_lowercase(), value.trim().to_owned()));
         }
     }
-    let field = |name: &str| {
-        fields
-            .iter()
-            .find(|(n, _)| n == name)
-            .map(|(_, v)| v.as_str())
-    };
+    let field = |name: &str| fields.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_str());
     let words = |name: &str| field(name).unwrap_or_default().split_whitespace();
     if !words("types").any(|kind| kind == "deb") || field("enabled") == Some("no") {
         return Vec::new();
@@ -211,19 +176,11 @@ fn parse_line(line: &str) -> Option<Source> {
     let mut signed_by = None;
     if let Some(options) = rest.strip_prefix('[') {
         let (options, after) = options.split_once(']')?;
-        signed_by = options
-            .split_whitespace()
-            .find_map(|option| option.strip_prefix("signed-by="))
-            .map(str::to_owned);
+        signed_by = options.split_whitespace().find_map(|option| option.strip_prefix("signed-by=")).map(str::to_owned);
         rest = after;
     }
     let mut words = rest.split_whitespace().map(str::to_owned);
-    Some(Source {
-        uri: words.next()?,
-        suite: words.next()?,
-        components: words.collect(),
-        signed_by,
-    })
+    Some(Source { uri: words.next()?, suite: words.next()?, components: words.collect(), signed_by })
 }
 
 /// Cloud images name a file of mirrors; its first entry is as good as any.
@@ -232,8 +189,7 @@ fn resolve_mirror_list(uri: &str) -> Result<String> {
         return Ok(uri.to_owned());
     };
     let file = format!("/{}", file.trim_start_matches('/'));
-    let text =
-        fs::read_to_string(&file).with_context(|| format!("Cannot read the mirror list {file}"))?;
+    let text = fs::read_to_string(&file).with_context(|| format!("Cannot read the mirror list {file}"))?;
     text.lines()
         .filter_map(|line| line.split_whitespace().next())
         .find(|word| !word.starts_with('#'))
@@ -247,10 +203,7 @@ fn shared_settings() -> Result<Vec<String>> {
         .output()
         .context("Cannot run apt-config; the kit needs a machine with apt (Debian 12 or 13)")?;
     if !output.status.success() {
-        bail!(
-            "apt-config dump failed: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
+        bail!("apt-config dump failed: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(String::from_utf8_lossy(&output.stdout)
         .lines()
@@ -315,8 +268,7 @@ Components: main
 
     #[test]
     fn the_debian_archive_wins_over_a_third_party_with_the_same_suite() {
-        let mut sources =
-            parse_one_line("deb [signed-by=/x.gpg] http://third.example bookworm main");
+        let mut sources = parse_one_line("deb [signed-by=/x.gpg] http://third.example bookworm main");
         sources.extend(parse_deb822(DEB822));
         let picked = pick(sources, "bookworm").unwrap();
         assert_eq!(picked.uri, "http://mirror.example/debian");
@@ -333,15 +285,8 @@ Components: main
     fn a_mirror_list_stands_for_its_first_entry() {
         let dir = tempfile::tempdir().unwrap();
         let list = dir.path().join("debian.list");
-        fs::write(
-            &list,
-            "# mirrors\nhttps://one.example/debian\tpriority:1\nhttps://two.example/debian\n",
-        )
-        .unwrap();
+        fs::write(&list, "# mirrors\nhttps://one.example/debian\tpriority:1\nhttps://two.example/debian\n").unwrap();
         let uri = format!("mirror+file://{}", list.display());
-        assert_eq!(
-            resolve_mirror_list(&uri).unwrap(),
-            "https://one.example/debian"
-        );
+        assert_eq!(resolve_mirror_list(&uri).unwrap(), "https://one.example/debian");
     }
 }

@@ -80,17 +80,10 @@ impl Kit {
     #[must_use]
     pub fn qemu(&self) -> Command {
         let mut words = self.qemu.command.iter();
-        let mut command = Command::new(
-            words
-                .next()
-                .map_or_else(|| PathBuf::from(QEMU), Clone::clone),
-        );
+        let mut command = Command::new(words.next().map_or_else(|| PathBuf::from(QEMU), Clone::clone));
         command.args(words);
         if !self.qemu.from_path {
-            command.env(
-                "QEMU_MODULE_DIR",
-                self.root.join("usr/lib/x86_64-linux-gnu/qemu"),
-            );
+            command.env("QEMU_MODULE_DIR", self.root.join("usr/lib/x86_64-linux-gnu/qemu"));
         }
         command
     }
@@ -123,19 +116,13 @@ impl Kit {
     /// The guest kernel's `/lib/modules/RELEASE`.
     #[must_use]
     pub fn modules_dir(&self) -> PathBuf {
-        self.root
-            .join("usr/lib/modules")
-            .join(self.kernel_release())
+        self.root.join("usr/lib/modules").join(self.kernel_release())
     }
 }
 
 fn qemu_on_path() -> Option<Qemu> {
     let version = qemu_version(&mut Command::new(QEMU)).ok()?;
-    is_new_enough(&version).then(|| Qemu {
-        version,
-        from_path: true,
-        command: vec![PathBuf::from(QEMU)],
-    })
+    is_new_enough(&version).then(|| Qemu { version, from_path: true, command: vec![PathBuf::from(QEMU)] })
 }
 
 fn qemu_of_tree(root: &Path, stamp: &Stamp) -> Result<Qemu> {
@@ -152,30 +139,18 @@ fn qemu_of_tree(root: &Path, stamp: &Stamp) -> Result<Qemu> {
     for share in ["usr/share/qemu", "usr/share/seabios"] {
         command.extend([PathBuf::from("-L"), root.join(share)]);
     }
-    Ok(Qemu {
-        version: stamp.qemu_version.clone(),
-        from_path: false,
-        command,
-    })
+    Ok(Qemu { version: stamp.qemu_version.clone(), from_path: false, command })
 }
 
 /// Asks a QEMU for its version.
 fn qemu_version(command: &mut Command) -> Result<String> {
-    let output = command
-        .arg("--version")
-        .output()
-        .context("Cannot run QEMU")?;
+    let output = command.arg("--version").output().context("Cannot run QEMU")?;
     let text = String::from_utf8_lossy(&output.stdout);
     text.split_whitespace()
         .skip_while(|word| *word != "version")
         .nth(1)
         .map(str::to_owned)
-        .with_context(|| {
-            format!(
-                "QEMU said no version: {}",
-                String::from_utf8_lossy(&output.stderr).trim()
-            )
-        })
+        .with_context(|| format!("QEMU said no version: {}", String::from_utf8_lossy(&output.stderr).trim()))
 }
 
 fn is_new_enough(version: &str) -> bool {
@@ -192,13 +167,9 @@ mod tests {
 
     #[test]
     fn only_a_qemu_with_the_generic_device_is_new_enough() {
-        for (version, expected) in [
-            ("11.1.3", true),
-            ("12.0.0", true),
-            ("11.0.9", false),
-            ("7.2.17", false),
-            ("?", false),
-        ] {
+        for (version, expected) in
+            [("11.1.3", true), ("12.0.0", true), ("11.0.9", false), ("7.2.17", false), ("?", false)]
+        {
             assert_eq!(is_new_enough(version), expected, "{version}");
         }
     }

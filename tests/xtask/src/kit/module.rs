@@ -33,11 +33,7 @@ struct Workshop {
 
 impl Workshop {
     fn new(kit: &Kit) -> Result<Self> {
-        let name = format!(
-            "{}-{}",
-            std::process::id(),
-            NEXT.fetch_add(1, Ordering::Relaxed)
-        );
+        let name = format!("{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
         let path = kit.root.join("build").join(&name);
         fs::create_dir_all(&path).with_context(|| format!("Cannot create {}", path.display()))?;
         Ok(Self { path, name })
@@ -57,12 +53,7 @@ impl Kit {
     ///
     /// # Errors
     /// When the compiler or modpost says anything at all, an error or a warning; the message has its words.
-    pub fn build_module(
-        &self,
-        source: &Path,
-        beside: &[&Path],
-        out: &Path,
-    ) -> Result<Vec<PathBuf>> {
+    pub fn build_module(&self, source: &Path, beside: &[&Path], out: &Path) -> Result<Vec<PathBuf>> {
         let shop = Workshop::new(self)?;
         self.make(&shop, source, beside, &[])?;
         fs::create_dir_all(out).with_context(|| format!("Cannot create {}", out.display()))?;
@@ -70,16 +61,12 @@ impl Kit {
         for file in files_of(&shop.path.join(base_name(source)?))? {
             if file.extension().is_some_and(|kind| kind == "ko") {
                 let target = out.join(base_name(&file)?);
-                fs::copy(&file, &target)
-                    .with_context(|| format!("Cannot write {}", target.display()))?;
+                fs::copy(&file, &target).with_context(|| format!("Cannot write {}", target.display()))?;
                 built.push(target);
             }
         }
         if built.is_empty() {
-            bail!(
-                "{} made no .ko; does its Kbuild name one in obj-m?",
-                source.display()
-            );
+            bail!("{} made no .ko; does its Kbuild name one in obj-m?", source.display());
         }
         Ok(built)
     }
@@ -101,17 +88,14 @@ impl Kit {
     pub fn kernel_modules(&self, names: &[&str]) -> Result<Vec<KernelModule>> {
         let dir = self.modules_dir();
         let read = |file: &str| {
-            fs::read_to_string(dir.join(file))
-                .with_context(|| format!("Cannot read {file} of {}", dir.display()))
+            fs::read_to_string(dir.join(file)).with_context(|| format!("Cannot read {file} of {}", dir.display()))
         };
         let (depends, builtin) = (read("modules.dep")?, read("modules.builtin")?);
         let mut modules: Vec<KernelModule> = Vec::new();
         for name in names {
-            let Some(line) = depends.lines().find(|line| {
-                line.split(':')
-                    .next()
-                    .is_some_and(|path| is_module(path, name))
-            }) else {
+            let Some(line) =
+                depends.lines().find(|line| line.split(':').next().is_some_and(|path| is_module(path, name)))
+            else {
                 if builtin.lines().any(|path| is_module(path, name)) {
                     continue;
                 }
@@ -135,17 +119,10 @@ impl Kit {
             return Ok(target);
         }
         let mut command = self.program("usr/bin/xz", "xz");
-        let output = command
-            .args(["--decompress", "--stdout"])
-            .arg(packed)
-            .output()
-            .context("Cannot run the kit's xz")?;
+        let output =
+            command.args(["--decompress", "--stdout"]).arg(packed).output().context("Cannot run the kit's xz")?;
         if !output.status.success() {
-            bail!(
-                "Cannot unpack {}: {}",
-                packed.display(),
-                String::from_utf8_lossy(&output.stderr).trim()
-            );
+            bail!("Cannot unpack {}: {}", packed.display(), String::from_utf8_lossy(&output.stderr).trim());
         }
         let place = || format!("Cannot write {}", target.display());
         fs::create_dir_all(self.root.join("ko")).with_context(place)?;
@@ -167,20 +144,16 @@ impl Kit {
             .arg(format!("M=/build/{}/{name}", shop.name))
             .args(["W=1", "modules"])
             .args(words)
+            // The host's variables (TMPDIR, MAKEFLAGS, CFLAGS) mean other things in the tree.
+            .env_clear()
             .env("PATH", "/usr/local/bin:/usr/bin:/usr/sbin")
             .env("LC_ALL", "C")
-            .env_remove("MAKEFLAGS")
             .stdin(std::process::Stdio::null());
         let output = command.output().context("Cannot enter the kit's tree")?;
         let said = String::from_utf8_lossy(&output.stderr);
         let said = said.trim();
         if !output.status.success() || !said.is_empty() {
-            bail!(
-                "Building {} for Linux {} ({}):\n{said}",
-                source.display(),
-                self.kernel_release(),
-                output.status
-            );
+            bail!("Building {} for Linux {} ({}):\n{said}", source.display(), self.kernel_release(), output.status);
         }
         Ok(())
     }
@@ -207,17 +180,12 @@ fn copy_sources(from: &Path, to: &Path) -> Result<()> {
     for path in files_of(from)? {
         let name = base_name(&path)?;
         let target = to.join(name);
-        let kind = path
-            .extension()
-            .and_then(|kind| kind.to_str())
-            .unwrap_or_default();
+        let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
         if path.is_dir() {
             if name != "target" {
                 copy_sources(&path, &target)?;
             }
-        } else if matches!(kind, "c" | "h" | "S" | "mk")
-            || matches!(name, "Kbuild" | "Makefile" | "Kconfig")
-        {
+        } else if matches!(kind, "c" | "h" | "S" | "mk") || matches!(name, "Kbuild" | "Makefile" | "Kconfig") {
             fs::copy(&path, &target).with_context(|| format!("Cannot copy {}", path.display()))?;
         }
     }
@@ -227,18 +195,13 @@ fn copy_sources(from: &Path, to: &Path) -> Result<()> {
 fn files_of(dir: &Path) -> Result<Vec<PathBuf>> {
     let place = || format!("Cannot list {}", dir.display());
     let entries = fs::read_dir(dir).with_context(place)?;
-    let mut paths = entries
-        .map(|entry| Ok(entry?.path()))
-        .collect::<std::io::Result<Vec<_>>>()
-        .with_context(place)?;
+    let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>().with_context(place)?;
     paths.sort();
     Ok(paths)
 }
 
 fn base_name(path: &Path) -> Result<&str> {
-    path.file_name()
-        .and_then(|name| name.to_str())
-        .with_context(|| format!("{} has no file name", path.display()))
+    path.file_name().and_then(|name| name.to_str()).with_context(|| format!("{} has no file name", path.display()))
 }
 
 /// `kernel/drivers/vfio/vfio-pci.ko.xz` is `vfio-pci`.
@@ -257,14 +220,8 @@ mod tests {
 
     #[test]
     fn dashes_and_underscores_name_the_same_module() {
-        assert!(is_module(
-            "kernel/drivers/vfio/pci/vfio-pci-core.ko.xz",
-            "vfio_pci_core"
-        ));
-        assert!(is_module(
-            "kernel/drivers/virtio/virtio_pci.ko",
-            "virtio-pci"
-        ));
+        assert!(is_module("kernel/drivers/vfio/pci/vfio-pci-core.ko.xz", "vfio_pci_core"));
+        assert!(is_module("kernel/drivers/virtio/virtio_pci.ko", "virtio-pci"));
         assert!(!is_module("kernel/drivers/vfio/vfio.ko.xz", "vfio_pci"));
     }
 

@@ -37,8 +37,7 @@ const TRIMMED: [&str; 8] = [
 ];
 
 /// objtool looks up its own stack here and refuses to work without; no proc is mounted in the tree.
-const PROC_SELF_MAPS: &str =
-    "7ffc00000000-7fffff000000 rw-p 00000000 00:00 0                          [stack]\n";
+const PROC_SELF_MAPS: &str = "7ffc00000000-7fffff000000 rw-p 00000000 00:00 0                          [stack]\n";
 /// Debian's header packages leave this file out, and kbuild runs no checker without it.
 const CHECKER_VALID: &str = "#!/bin/sh\n# Prints 1 when the checker named by the arguments accepts a trivial source.\n\
     echo 'extern int peergate_probe; int peergate_probe;' | \"$@\" - >/dev/null 2>&1 && echo 1 || echo 0\n";
@@ -63,11 +62,7 @@ pub struct Stamp {
 /// # Errors
 /// When none of the three variables is set.
 pub fn cache_dir() -> Result<PathBuf> {
-    let variable = |name| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
+    let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     variable("PEERGATE_CACHE")
         .or_else(|| Some(variable("XDG_CACHE_HOME")?.join("peergate")))
         .or_else(|| Some(variable("HOME")?.join(".cache/peergate")))
@@ -114,11 +109,7 @@ pub fn loader(root: &Path) -> Vec<PathBuf> {
 pub fn program(root: &Path, program: &str, name: &str) -> Command {
     let [ld, flag, libraries] = [0, 1, 2].map(|i| loader(root).swap_remove(i));
     let mut command = Command::new(ld);
-    command
-        .arg(flag)
-        .arg(libraries)
-        .args(["--argv0", name])
-        .arg(root.join(program));
+    command.arg(flag).arg(libraries).args(["--argv0", name]).arg(root.join(program));
     command
 }
 
@@ -157,10 +148,7 @@ fn build(cache: &Path) -> Result<(PathBuf, Stamp)> {
     remove(&new)?;
     let root = new.join("root");
     fs::create_dir_all(&new).with_context(|| format!("Cannot create {}", new.display()))?;
-    eprintln!(
-        "kit: unpacking {SUITE} packages (560 MB) into {}",
-        dir.display()
-    );
+    eprintln!("kit: unpacking {SUITE} packages (560 MB) into {}", dir.display());
     unpack(&archive, &root)?;
     eprintln!("kit: finishing the tree");
     let stamp = finish(&root)?;
@@ -182,18 +170,11 @@ fn unpack(archive: &Archive, root: &Path) -> Result<()> {
     let mut command = Command::new("mmdebstrap");
     command
         .args(["--variant=extract", "--architectures=amd64"])
-        .arg(if is_root() {
-            "--mode=root"
-        } else {
-            "--mode=chrootless"
-        })
+        .arg(if is_root() { "--mode=root" } else { "--mode=chrootless" })
         .arg(format!("--include={PACKAGES}"))
         // Without this a dependency of QEMU may come from the older suite.
         .arg(format!("--aptopt=APT::Default-Release \"{backports}\""))
-        .args([
-            "--aptopt=APT::Install-Recommends \"false\"",
-            "--aptopt=Acquire::Languages \"none\"",
-        ]);
+        .args(["--aptopt=APT::Install-Recommends \"false\"", "--aptopt=Acquire::Languages \"none\""]);
     for setting in &archive.settings {
         command.arg(format!("--aptopt={}", setting.trim_end_matches(';')));
     }
@@ -206,10 +187,7 @@ fn unpack(archive: &Archive, root: &Path) -> Result<()> {
         .status()
         .context("Cannot run mmdebstrap")?;
     if !status.success() {
-        bail!(
-            "mmdebstrap could not unpack {SUITE} from {} ({status})",
-            archive.uri
-        );
+        bail!("mmdebstrap could not unpack {SUITE} from {} ({status})", archive.uri);
     }
     Ok(())
 }
@@ -223,19 +201,13 @@ fn finish(root: &Path) -> Result<Stamp> {
     }
     link("mawk", &root.join("usr/bin/awk"))?;
     for dir in ["dev", "sys", "run", "build"] {
-        fs::create_dir_all(root.join(dir))
-            .with_context(|| format!("Cannot create {dir} in the tree"))?;
+        fs::create_dir_all(root.join(dir)).with_context(|| format!("Cannot create {dir} in the tree"))?;
     }
     let kernel_release = only_entry(&root.join("usr/lib/modules"), |_| true)?;
     let headers = only_entry(&root.join("usr/src"), |name| name.ends_with("-common"))?;
     write(root, "proc/self/maps", PROC_SELF_MAPS, 0o644)?;
     write(root, "usr/local/bin/kernel-sparse", KERNEL_SPARSE, 0o755)?;
-    write(
-        root,
-        &format!("usr/src/{headers}/scripts/checker-valid.sh"),
-        CHECKER_VALID,
-        0o755,
-    )?;
+    write(root, &format!("usr/src/{headers}/scripts/checker-valid.sh"), CHECKER_VALID, 0o755)?;
     let status = program(root, "usr/bin/kmod", "depmod")
         .arg("--basedir")
         .arg(root)
@@ -245,13 +217,8 @@ fn finish(root: &Path) -> Result<Stamp> {
     if !status.success() {
         bail!("depmod failed for {kernel_release} ({status})");
     }
-    let qemu_version =
-        super::qemu_version(&mut program(root, "usr/bin/qemu-system-x86_64", "qemu"))?;
-    Ok(Stamp {
-        recipe: RECIPE,
-        qemu_version,
-        kernel_release,
-    })
+    let qemu_version = super::qemu_version(&mut program(root, "usr/bin/qemu-system-x86_64", "qemu"))?;
+    Ok(Stamp { recipe: RECIPE, qemu_version, kernel_release })
 }
 
 fn remove(dir: &Path) -> Result<()> {
@@ -284,11 +251,7 @@ fn only_entry(dir: &Path, wanted: fn(&str) -> bool) -> Result<String> {
     let place = || format!("Cannot list {}", dir.display());
     let mut names = Vec::new();
     for entry in fs::read_dir(dir).with_context(place)? {
-        let name = entry
-            .with_context(place)?
-            .file_name()
-            .to_string_lossy()
-            .into_owned();
+        let name = entry.with_context(place)?.file_name().to_string_lossy().into_owned();
         if wanted(&name) {
             names.push(name);
         }
