@@ -1,1 +1,31 @@
-//! Stub.
+//! What supervisor and workers share: typed messages with file descriptors, and pages of memory.
+//!
+//! - [`Channel`] carries one serialisable message and its descriptors at a time over a `SOCK_SEQPACKET` socket pair. The messages are
+//!   [`ToWorker`] and [`ToSupervisor`].
+//! - [`SharedWords`] is a sealed memory file of 64-bit words, mapped into each process that was handed it. Two views give it meaning:
+//!   [`LinkTable`], the credit of the host's links, and [`TenantPage`], one tenant's counters, connection state and fault log. They live as
+//!   long as the supervisor, so what a worker wrote survives the worker.
+//! - [`MemoryFile`] is the memory of one slice of a device; the supervisor scrubs it between two workers.
+//!
+//! Every number read from a shared page may have been written by a hostile worker: the views bound what they read and never index, wait or
+//! allocate by it.
+//!
+//! Not here: who spawns workers, what an engine is, vhost-user, a guest's bytes.
+
+mod channel;
+mod faults;
+mod ledger;
+mod memory_file;
+mod message;
+mod tenant_page;
+mod words;
+
+pub use channel::{Channel, ChannelError, MAX_FDS, MAX_PAYLOAD, Message};
+pub use faults::{FAULT_SLOTS, FaultEntry, FaultLog};
+pub use ledger::{LinkTable, monotonic_now};
+pub use memory_file::MemoryFile;
+pub use message::{
+    Endpoint, EndpointKind, Limits, Link, Setup, SetupFds, Staged, ToSupervisor, ToWorker, UnsealedMemory, WrongFds,
+};
+pub use tenant_page::{COUNTERS, ConnectionState, GAUGES, TenantPage};
+pub use words::{SharedError, SharedWords};

@@ -1,0 +1,195 @@
+//! What supervisor and worker say to each other.
+//!
+//! Both are one binary, so the messages carry no version; a message that does not fit is an error of the program, or of a worker that has
+//! been taken over, and never more than that.
+//!
+//! Numbers are as the operator typed them: a limit that is `None` is the device's own default. Not here: how they travel, what they mean.
+
+use std::os::fd::OwnedFd;
+
+use serde::{Deserialize, Serialize};
+
+use crate::channel::Message;
+
+/// From the supervisor to a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum ToWorker {
+    /// First message, with descriptors as [`SetupFds`] has them.
+    Setup(Box<Setup>),
+    /// End the connection in good order and exit.
+    Shutdown {},
+}
+
+/// From a worker to the supervisor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum ToSupervisor {
+    /// The worker accepts connections from now on.
+    Ready {},
+    /// The worker cannot go on and exits; the reason, for the operator.
+    Failed {
+        /// One line.
+        reason: String,
+    },
+}
+
+/// Everything a worker needs to serve its tenant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Setup {
+    /// The operator's name for the tenant.
+    pub tenant: String,
+    /// How many workers the tenant has had, this one included.
+    pub session: u32,
+    /// Submission queues.
+    pub submit_queues: u16,
+    /// The tenant's slices; slice n is endpoint n.
+    pub endpoints: Vec<Endpoint>,
+    /// Every link of the host, link n being number n of the ledger.
+    pub links: Vec<Link>,
+    /// Ordered pairs of endpoints that do not reach each other.
+    pub staged: Vec<Staged>,
+    /// Limits of the tenant.
+    pub limits: Limits,
+    /// What to do about guest memory that a VMM could truncate.
+    pub unsealed_memory: UnsealedMemory,
+}
+
+/// A slice of a device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Endpoint {
+    /// The operator's name for the slice.
+    pub name: String,
+    /// Kind of device.
+    pub kind: EndpointKind,
+    /// Memory of the slice in bytes.
+    pub memory_len: u64,
+    /// Copy engines.
+    pub engines: u16,
+    /// The device's link.
+    pub link: u16,
+}
+
+/// What kind of device an endpoint is a slice of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EndpointKind {
+    /// A GPU.
+    Gpu,
+    /// An FPGA.
+    Fpga,
+}
+
+/// The link between a device and the fabric.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Link {
+    /// Bytes a second each way; 0 is as fast as memory.
+    pub bandwidth: u64,
+    /// Nanoseconds from one end to the other.
+    pub latency_ns: u64,
+}
+
+/// One ordered pair of endpoints whose transfers go through host memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Staged {
+    /// Who acts.
+    pub accessor: u16,
+    /// Whose memory.
+    pub owner: u16,
+}
+
+/// Limits of a tenant, as many as the operator set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Domains at a time.
+    pub max_domains: Option<u32>,
+    /// Mappings at a time.
+    pub max_mappings: Option<u32>,
+    /// Segments in one MAP.
+    pub max_segments: Option<u32>,
+    /// Buffers at a time.
+    pub max_buffers: Option<u32>,
+    /// Work descriptors that wait or run in one stream.
+    pub stream_credits: Option<u32>,
+    /// Work descriptors that wait or run in all.
+    pub max_in_flight: Option<u32>,
+    /// Streams in one domain.
+    pub max_streams: Option<u32>,
+    /// Work descriptors in one chain.
+    pub max_batch: Option<u16>,
+    /// Deadline of work that names none, in milliseconds.
+    pub default_timeout_ms: Option<u32>,
+    /// Longest deadline, in milliseconds.
+    pub max_timeout_ms: Option<u32>,
+}
+
+/// What to do about guest memory whose file could be truncated under the worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum UnsealedMemory {
+    /// Say so once and go on: a truncation ends the worker, and nobody else.
+    #[default]
+    Warn,
+    /// End the connection.
+    Refuse,
+}
+
+/// The descriptors that come with [`ToWorker::Setup`].
+#[derive(Debug)]
+pub struct SetupFds {
+    /// The tenant's listening socket.
+    pub listener: OwnedFd,
+    /// The tenant's page.
+    pub page: OwnedFd,
+    /// The ledger of the host's links.
+    pub ledger: OwnedFd,
+    /// One memory file an endpoint.
+    pub slices: Vec<OwnedFd>,
+}
+
+/// Descriptors that do not fit the message.
+#[derive(Debug, thiserror::Error)]
+#[error("The set-up came with {actual} descriptors in place of {wanted}")]
+pub struct WrongFds {
+    /// What the message needs.
+    pub wanted: usize,
+    /// What came.
+    pub actual: usize,
+}
+
+/// Listener, page, ledger.
+const FIXED_FDS: usize = 3;
+
+impl SetupFds {
+    /// Sorts the descriptors of a received set-up; the order is that of the fields.
+    pub fn sort(setup: &Setup, fds: Vec<OwnedFd>) -> Result<Self, WrongFds> {
+        let (wanted, actual) = (FIXED_FDS + setup.endpoints.len(), fds.len());
+        let mut fds = fds.into_iter();
+        match (fds.next(), fds.next(), fds.next()) {
+            (Some(listener), Some(page), Some(ledger)) if wanted == actual => {
+                Ok(Self { listener, page, ledger, slices: fds.collect() })
+            }
+            _ => Err(WrongFds { wanted, actual }),
+        }
+    }
+}
+
+impl Message for ToWorker {
+    fn fds(&self) -> usize {
+        match self {
+            Self::Setup(setup) => FIXED_FDS + setup.endpoints.len(),
+            Self::Shutdown {} => 0,
+        }
+    }
+}
+
+impl Message for ToSupervisor {
+    fn fds(&self) -> usize {
+        0
+    }
+}
