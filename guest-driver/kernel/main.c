@@ -1,0 +1,628 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Peergate driver: the virtio driver.
+ *
+ * Finds the device, agrees with it on a version, asks for its limits and shows
+ * it as /dev/peergateN. Takes it away again at any time, with files open and
+ * work in flight. Does not suspend: domains and pinned memory cannot follow a
+ * device that loses its state.
+ */
+#include <linux/cc_platform.h>
+#include <linux/idr.h>
+#include <linux/module.h>
+#include <linux/pci.h>
+#include <linux/slab.h>
+#include <linux/virtio_config.h>
+#include <linux/virtio_ring.h>
+
+#include "peergate_internal.h"
+
+#define PG_MINORS	256
+
+static unsigned int device_id = VIRTIO_ID_PEERGATE;
+module_param(device_id, uint, 0444);
+MODULE_PARM_DESC(device_id, "virtio device id to look for (default 37)");
+
+unsigned int pg_control_timeout_ms = 30000;
+module_param_named(control_timeout_ms, pg_control_timeout_ms, uint, 0644);
+MODULE_PARM_DESC(control_timeout_ms,
+		 "how long a caller waits for the device to answer a request, in ms; to what waits for transfers the device's longest deadline is added (default 30000)");
+
+struct workqueue_struct *pg_wq;
+
+static DEFINE_IDA(pg_minors);
+static dev_t pg_devt;
+
+static const struct class pg_class = {
+	.name = "peergate",
+};
+
+/**
+ * pg_device_release() - The last user of a device is gone.
+ * @dev: pg_device.dev
+ *
+ * Context: Process context.
+ */
+static void pg_device_release(struct device *dev)
+{
+	struct pg_device *pg = container_of(dev, struct pg_device, dev);
+
+	ida_free(&pg_minors, MINOR(dev->devt));
+	xa_destroy(&pg->files);
+	kfree(pg->endpoints);
+	kfree(pg->events);
+	kfree(pg->queues);
+	kfree(pg);
+}
+
+/**
+ * pg_hello() - Begin a session; the device forgets every domain.
+ * @dev: the device
+ *
+ * Context: Process context, sleeps.
+ * Return: 0 or negative errno.
+ */
+static int pg_hello(struct pg_device *dev)
+{
+	struct virtio_peergate_hello_reply *reply;
+	struct virtio_peergate_hello *hello;
+	struct pg_msg *msg;
+	int ret;
+
+	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_HELLO, 0, 0, sizeof(*hello), sizeof(*reply));
+	if (!msg)
+		return -ENOMEM;
+	hello = pg_msg_body(msg);
+	hello->version = cpu_to_le16(VIRTIO_PEERGATE_VERSION);
+	pg_msg_send(dev, msg);
+	ret = pg_msg_wait(dev, msg);
+	if (!ret) {
+		reply = (struct virtio_peergate_hello_reply *)(pg_msg_reply(msg) + 1);
+		if (le16_to_cpu(reply->version) != VIRTIO_PEERGATE_VERSION)
+			ret = -EPROTO;
+		dev->version = le16_to_cpu(reply->version);
+		WRITE_ONCE(dev->session, le32_to_cpu(reply->session));
+	}
+	pg_msg_put(msg);
+	return ret;
+}
+
+/**
+ * pg_probe_limits() - Ask for limits and endpoints.
+ * @dev: the device
+ * @reply: the request with its answer, to be put by the caller, if 0 is returned
+ *
+ * Context: Process context, sleeps.
+ * Return: 0 or negative errno.
+ */
+int pg_probe_limits(struct pg_device *dev, struct pg_msg **reply)
+{
+	size_t room = array_size(dev->endpoint_count, sizeof(struct virtio_peergate_endpoint));
+	struct virtio_peergate_probe_reply *probe;
+	struct pg_msg *msg;
+	int ret;
+
+	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_PROBE, 0, READ_ONCE(dev->session), 0,
+			   sizeof(*probe) + room);
+	if (!msg)
+		return -ENOMEM;
+	pg_msg_send(dev, msg);
+	ret = pg_msg_wait(dev, msg);
+	if (ret) {
+		pg_msg_put(msg);
+		return ret;
+	}
+	*reply = msg;
+	return 0;
+}
+
+/**
+ * pg_take_limits() - Check and keep what PROBE said.
+ * @dev: the device
+ * @probe: the answer
+ *
+ * Return: 0, or -EPROTO if the driver cannot work with it.
+ */
+static int pg_take_limits(struct pg_device *dev, const struct virtio_peergate_probe_reply *probe)
+{
+	u64 mask = le64_to_cpu(probe->page_size_mask);
+	u64 start = max_t(u64, le64_to_cpu(probe->iova_start), PAGE_SIZE);
+
+	if (!mask || BIT_ULL(__ffs64(mask)) > PAGE_SIZE) {
+		dev_err(&dev->dev, "device maps in units larger than a page of %lu bytes\n",
+			PAGE_SIZE);
+		return -EPROTO;
+	}
+	dev->iova_start = ALIGN(start, PAGE_SIZE);
+	dev->iova_last = le64_to_cpu(probe->iova_last);
+	dev->max_domains = le32_to_cpu(probe->max_domains);
+	dev->max_mappings = le32_to_cpu(probe->max_mappings);
+	dev->max_segments = min(le32_to_cpu(probe->max_segments), PG_MAX_SEGMENTS);
+	dev->stream_credits = le32_to_cpu(probe->stream_credits);
+	dev->max_in_flight = le32_to_cpu(probe->max_in_flight);
+	dev->max_streams = le32_to_cpu(probe->max_streams);
+	dev->default_timeout_ms = le32_to_cpu(probe->default_timeout_ms);
+	dev->max_timeout_ms = le32_to_cpu(probe->max_timeout_ms);
+	dev->max_batch = min(le16_to_cpu(probe->max_batch), PG_MAX_BATCH);
+	if (dev->iova_start < start || dev->iova_start > dev->iova_last || !dev->max_domains ||
+	    dev->max_domains > INT_MAX || !dev->max_segments || !dev->max_batch) {
+		dev_err(&dev->dev, "device offers no address, domain, segment or batch\n");
+		return -EPROTO;
+	}
+	return 0;
+}
+
+/**
+ * pg_take_endpoint() - Check and keep what PROBE said about an endpoint.
+ * @dev: the device
+ * @index: which one
+ * @wire: the answer
+ *
+ * Return: 0, or -EPROTO if the driver cannot work with it.
+ */
+static int pg_take_endpoint(struct pg_device *dev, unsigned int index,
+			    const struct virtio_peergate_endpoint *wire)
+{
+	struct peergate_endpoint *endpoint = &dev->endpoints[index];
+
+	endpoint->index = index;
+	endpoint->endpoint = le32_to_cpu(wire->endpoint);
+	endpoint->kind = le16_to_cpu(wire->kind);
+	endpoint->engines = le16_to_cpu(wire->engines);
+	endpoint->memory_len = le64_to_cpu(wire->memory_len);
+	endpoint->memory_free = le64_to_cpu(wire->memory_free);
+	endpoint->registers_len = le64_to_cpu(wire->registers_len);
+	endpoint->granularity = le64_to_cpu(wire->granularity);
+	memcpy(endpoint->name, wire->name, sizeof(wire->name));
+	if (!is_power_of_2(endpoint->granularity)) {
+		dev_err(&dev->dev, "endpoint %u allocates in units of %llu bytes, not a power of two\n",
+			endpoint->endpoint, endpoint->granularity);
+		return -EPROTO;
+	}
+	return 0;
+}
+
+/**
+ * pg_introduce() - HELLO and PROBE.
+ * @dev: the device
+ *
+ * Context: Process context, sleeps.
+ * Return: 0 or negative errno.
+ */
+static int pg_introduce(struct pg_device *dev)
+{
+	const struct virtio_peergate_endpoint *endpoints;
+	const struct virtio_peergate_probe_reply *probe;
+	struct pg_msg *msg;
+	unsigned int i;
+	int ret;
+
+	ret = pg_hello(dev);
+	if (ret) {
+		dev_err(&dev->dev, "HELLO failed: %d\n", ret);
+		return ret;
+	}
+	ret = pg_probe_limits(dev, &msg);
+	if (ret) {
+		dev_err(&dev->dev, "PROBE failed: %d\n", ret);
+		return ret;
+	}
+	probe = (const void *)(pg_msg_reply(msg) + 1);
+	endpoints = (const void *)(probe + 1);
+	ret = pg_take_limits(dev, probe);
+	for (i = 0; !ret && i < dev->endpoint_count; i++)
+		ret = pg_take_endpoint(dev, i, &endpoints[i]);
+	pg_msg_put(msg);
+	return ret;
+}
+
+/**
+ * pg_config_work() - The device may have lost its state.
+ * @work: pg_device.config_work
+ *
+ * Files of the session before find their domain gone (ESTALE) and can be opened
+ * anew.
+ *
+ * Context: Process context, sleeps. pg_stop() waits for it, so @vdev stays.
+ */
+static void pg_config_work(struct work_struct *work)
+{
+	struct pg_device *dev = container_of(work, struct pg_device, config_work);
+	u32 session;
+	int ret;
+
+	virtio_cread_le(dev->vdev, struct virtio_peergate_config, session, &session);
+	if (session == dev->session)
+		return;
+	ret = pg_hello(dev);
+	if (ret)
+		dev_err(&dev->dev, "device lost its state, and HELLO failed: %d\n", ret);
+	else
+		dev_warn(&dev->dev, "device lost its state: session %u begins\n", dev->session);
+}
+
+/**
+ * pg_config_changed() - The device changed its configuration space.
+ * @vdev: the virtio device
+ *
+ * Context: Interrupt.
+ */
+static void pg_config_changed(struct virtio_device *vdev)
+{
+	struct pg_device *dev = vdev->priv;
+
+	if (pg_is_live(dev))
+		queue_work(pg_wq, &dev->config_work);
+}
+
+/**
+ * pg_interrupt_kind() - Which interrupts the transport found.
+ * @vdev: the virtio device, with its queues
+ *
+ * Return: PEERGATE_INTERRUPT_*.
+ */
+static u32 pg_interrupt_kind(struct virtio_device *vdev)
+{
+	struct device *parent = vdev->dev.parent;
+
+	if (parent && dev_is_pci(parent) && to_pci_dev(parent)->msix_enabled)
+		return PEERGATE_INTERRUPT_MSIX;
+	return PEERGATE_INTERRUPT_INTX;
+}
+
+/**
+ * pg_check() - Whether this is a device for this driver.
+ * @vdev: the virtio device
+ * @config: its configuration space, read if 0 is returned
+ *
+ * Context: Process context.
+ * Return: 0 or -ENODEV; the reason is logged.
+ */
+static int pg_check(struct virtio_device *vdev, struct virtio_peergate_config *config)
+{
+	u16 version, version_min;
+
+	if (!vdev->config->get) {
+		dev_err(&vdev->dev, "no configuration space\n");
+		return -ENODEV;
+	}
+	virtio_cread_bytes(vdev, 0, config, sizeof(*config));
+	if (memcmp(config->magic, VIRTIO_PEERGATE_MAGIC, sizeof(config->magic))) {
+		dev_err(&vdev->dev, "not a Peergate device: configuration space starts with %8ph\n",
+			config->magic);
+		return -ENODEV;
+	}
+	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1)) {
+		dev_err(&vdev->dev, "device does not offer VERSION_1\n");
+		return -ENODEV;
+	}
+	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM)) {
+		dev_err(&vdev->dev,
+			"device wants translated addresses (ACCESS_PLATFORM); turn iommu_platform off\n");
+		return -ENODEV;
+	}
+	if (cc_platform_has(CC_ATTR_GUEST_MEM_ENCRYPT)) {
+		dev_err(&vdev->dev, "memory of this guest is encrypted: the device cannot read it\n");
+		return -ENODEV;
+	}
+	version = le16_to_cpu(config->version);
+	version_min = le16_to_cpu(config->version_min);
+	if (version < VIRTIO_PEERGATE_VERSION || version_min > VIRTIO_PEERGATE_VERSION) {
+		dev_err(&vdev->dev, "device speaks versions %u to %u, this driver %u\n",
+			version_min, version, VIRTIO_PEERGATE_VERSION);
+		return -ENODEV;
+	}
+	if (!config->submit_queues || le16_to_cpu(config->submit_queues) > PG_MAX_QUEUES ||
+	    !config->endpoints || le16_to_cpu(config->endpoints) > PG_MAX_ENDPOINTS) {
+		dev_err(&vdev->dev, "device has %u submission queues and %u endpoints; 1 to %u and 1 to %u can be used\n",
+			le16_to_cpu(config->submit_queues), le16_to_cpu(config->endpoints),
+			PG_MAX_QUEUES, PG_MAX_ENDPOINTS);
+		return -ENODEV;
+	}
+	return 0;
+}
+
+/**
+ * pg_find_queues() - Set up the virtqueues.
+ * @dev: the device
+ *
+ * Context: Process context, sleeps.
+ * Return: 0 or negative errno; the reason is logged.
+ */
+static int pg_find_queues(struct pg_device *dev)
+{
+	struct virtqueue_info *info;
+	struct virtqueue **vqs;
+	unsigned int i;
+	int ret = -ENOMEM;
+
+	info = kzalloc_objs(*info, dev->queue_count);
+	vqs = kzalloc_objs(*vqs, dev->queue_count);
+	if (!info || !vqs)
+		goto out;
+	for (i = 0; i < dev->queue_count; i++) {
+		info[i].name = "submit";
+		info[i].callback = pg_submit_done;
+	}
+	info[VIRTIO_PEERGATE_VQ_CONTROL].name = "control";
+	info[VIRTIO_PEERGATE_VQ_CONTROL].callback = pg_control_done;
+	info[VIRTIO_PEERGATE_VQ_EVENT].name = "event";
+	info[VIRTIO_PEERGATE_VQ_EVENT].callback = pg_event_done;
+
+	ret = virtio_find_vqs(dev->vdev, dev->queue_count, vqs, info, NULL);
+	if (ret) {
+		dev_err(&dev->vdev->dev, "the VMM does not provide the device's %u queues: %d\n",
+			dev->queue_count, ret);
+		goto out;
+	}
+	for (i = 0; i < dev->queue_count; i++) {
+		dev->queues[i].vq = vqs[i];
+		vqs[i]->priv = &dev->queues[i];
+	}
+	if (!virtio_has_feature(dev->vdev, VIRTIO_RING_F_INDIRECT_DESC) &&
+	    virtqueue_get_vring_size(vqs[VIRTIO_PEERGATE_VQ_CONTROL]) < PG_MAX_SG) {
+		dev_err(&dev->vdev->dev, "control queue is too short and INDIRECT_DESC not offered\n");
+		dev->vdev->config->del_vqs(dev->vdev);
+		ret = -ENODEV;
+	}
+out:
+	kfree(vqs);
+	kfree(info);
+	return ret;
+}
+
+/**
+ * pg_device_alloc() - Make the object of a device.
+ * @vdev: the virtio device
+ * @config: its configuration space
+ *
+ * Context: Process context, sleeps.
+ * Return: the object, or an error pointer.
+ */
+static struct pg_device *pg_device_alloc(struct virtio_device *vdev,
+					 const struct virtio_peergate_config *config)
+{
+	struct pg_device *dev;
+	unsigned int i;
+	int minor, ret;
+
+	dev = kzalloc_obj(*dev);
+	if (!dev)
+		return ERR_PTR(-ENOMEM);
+	minor = ida_alloc_max(&pg_minors, PG_MINORS - 1, GFP_KERNEL);
+	if (minor < 0) {
+		kfree(dev);
+		return ERR_PTR(minor);
+	}
+	device_initialize(&dev->dev);
+	dev->dev.class = &pg_class;
+	dev->dev.parent = &vdev->dev;
+	dev->dev.devt = MKDEV(MAJOR(pg_devt), minor);
+	dev->dev.release = pg_device_release;
+	xa_init_flags(&dev->files, XA_FLAGS_ALLOC1 | XA_FLAGS_LOCK_IRQ);
+
+	dev->vdev = vdev;
+	dev->queue_count = VIRTIO_PEERGATE_VQ_SUBMIT + le16_to_cpu(config->submit_queues);
+	dev->endpoint_count = le16_to_cpu(config->endpoints);
+	INIT_LIST_HEAD(&dev->backlog);
+	INIT_LIST_HEAD(&dev->stranded);
+	INIT_DELAYED_WORK(&dev->control_work, pg_control_work);
+	INIT_WORK(&dev->config_work, pg_config_work);
+	init_waitqueue_head(&dev->domain_wait);
+
+	ret = dev_set_name(&dev->dev, "peergate%d", minor);
+	if (ret)
+		goto err_put;
+	ret = -ENOMEM;
+	dev->queues = kzalloc_objs(*dev->queues, dev->queue_count);
+	dev->endpoints = kzalloc_objs(*dev->endpoints, dev->endpoint_count);
+	if (!dev->queues || !dev->endpoints)
+		goto err_put;
+	for (i = 0; i < dev->queue_count; i++) {
+		dev->queues[i].dev = dev;
+		spin_lock_init(&dev->queues[i].lock);
+	}
+	return dev;
+
+err_put:
+	put_device(&dev->dev);
+	return ERR_PTR(ret);
+}
+
+/**
+ * pg_wake_all() - Wake everyone who waits, so that they see that the device goes.
+ * @dev: the device
+ *
+ * Context: Process context.
+ */
+static void pg_wake_all(struct pg_device *dev)
+{
+	struct pg_file *file;
+	unsigned long index;
+
+	wake_up_all(&dev->domain_wait);
+	xa_lock_irq(&dev->files);
+	xa_for_each(&dev->files, index, file) {
+		wake_up_all(&file->event_wait);
+		wake_up_all(&file->ring_wait);
+	}
+	xa_unlock_irq(&dev->files);
+}
+
+/**
+ * pg_stop() - Reset the device and end everything that it had.
+ * @dev: the device; gone from here on
+ *
+ * Context: Process context, sleeps.
+ */
+static void pg_stop(struct pg_device *dev)
+{
+	struct pg_file *file, *next;
+	LIST_HEAD(stranded);
+	unsigned int i;
+
+	WRITE_ONCE(dev->state, PG_DYING);
+	synchronize_rcu();
+
+	virtio_reset_device(dev->vdev);
+	for (i = VIRTIO_PEERGATE_VQ_SUBMIT; i < dev->queue_count; i++)
+		pg_submit_drain(&dev->queues[i]);
+	pg_control_drain(dev);
+	pg_wake_all(dev);
+	cancel_work_sync(&dev->config_work);
+	dev->vdev->config->del_vqs(dev->vdev);
+
+	spin_lock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
+	list_splice_init(&dev->stranded, &stranded);
+	spin_unlock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
+	list_for_each_entry_safe(file, next, &stranded, node)
+		pg_file_put(file);
+}
+
+/**
+ * pg_probe() - A device of this id was found.
+ * @vdev: the virtio device
+ *
+ * Context: Process context, sleeps.
+ * Return: 0 or negative errno; the reason is logged.
+ */
+static int pg_probe(struct virtio_device *vdev)
+{
+	struct virtio_peergate_config config;
+	struct pg_device *dev;
+	int ret;
+
+	ret = pg_check(vdev, &config);
+	if (ret)
+		return ret;
+	dev = pg_device_alloc(vdev, &config);
+	if (IS_ERR(dev))
+		return PTR_ERR(dev);
+	vdev->priv = dev;
+	ret = pg_find_queues(dev);
+	if (ret)
+		goto err_put;
+	ret = pg_events_alloc(dev);
+	if (ret) {
+		vdev->config->del_vqs(vdev);
+		goto err_put;
+	}
+	dev->interrupt = pg_interrupt_kind(vdev);
+	virtio_device_ready(vdev);
+	pg_events_post(dev);
+
+	ret = pg_introduce(dev);
+	if (ret)
+		goto err_stop;
+	cdev_init(&dev->cdev, &pg_fops);
+	dev->cdev.owner = THIS_MODULE;
+	ret = cdev_device_add(&dev->cdev, &dev->dev);
+	if (ret)
+		goto err_stop;
+	dev_info(&dev->dev, "version %u, session %u, %u endpoints, %u submission queues, %s\n",
+		 dev->version, dev->session, dev->endpoint_count,
+		 dev->queue_count - VIRTIO_PEERGATE_VQ_SUBMIT,
+		 dev->interrupt == PEERGATE_INTERRUPT_MSIX ? "MSI-X" : "INTx");
+	return 0;
+
+err_stop:
+	pg_stop(dev);
+err_put:
+	vdev->priv = NULL;
+	put_device(&dev->dev);
+	return ret;
+}
+
+/**
+ * pg_remove() - The device goes, or the driver does.
+ * @vdev: the virtio device
+ *
+ * Context: Process context, sleeps.
+ */
+static void pg_remove(struct virtio_device *vdev)
+{
+	struct pg_device *dev = vdev->priv;
+
+	cdev_device_del(&dev->cdev, &dev->dev);
+	pg_stop(dev);
+	put_device(&dev->dev);
+}
+
+/**
+ * pg_freeze() - The machine wants to suspend.
+ * @vdev: the virtio device
+ *
+ * Return: -EBUSY.
+ */
+static int pg_freeze(struct virtio_device *vdev)
+{
+	dev_warn(&vdev->dev, "cannot suspend: the device would lose its state\n");
+	return -EBUSY;
+}
+
+static struct virtio_device_id pg_ids[] = {
+	{ VIRTIO_ID_PEERGATE, VIRTIO_DEV_ANY_ID },
+	{ 0 },
+};
+MODULE_DEVICE_TABLE(virtio, pg_ids);
+
+static struct virtio_driver pg_driver = {
+	.driver.name = KBUILD_MODNAME,
+	.id_table = pg_ids,
+	.probe = pg_probe,
+	.remove = pg_remove,
+	.config_changed = pg_config_changed,
+	.freeze = pm_sleep_ptr(pg_freeze),
+};
+
+/**
+ * pg_init() - Load the module.
+ *
+ * Return: 0 or negative errno.
+ */
+static int __init pg_init(void)
+{
+	int ret;
+
+	pg_ids[0].device = device_id;
+	pg_wq = alloc_workqueue("peergate", WQ_UNBOUND, 0);
+	if (!pg_wq)
+		return -ENOMEM;
+	ret = class_register(&pg_class);
+	if (ret)
+		goto err_wq;
+	ret = alloc_chrdev_region(&pg_devt, 0, PG_MINORS, "peergate");
+	if (ret)
+		goto err_class;
+	ret = register_virtio_driver(&pg_driver);
+	if (ret)
+		goto err_region;
+	return 0;
+
+err_region:
+	unregister_chrdev_region(pg_devt, PG_MINORS);
+err_class:
+	class_unregister(&pg_class);
+err_wq:
+	destroy_workqueue(pg_wq);
+	return ret;
+}
+
+/**
+ * pg_exit() - Unload the module. No file is open; what closed ones left behind
+ * ends with the devices.
+ */
+static void __exit pg_exit(void)
+{
+	unregister_virtio_driver(&pg_driver);
+	destroy_workqueue(pg_wq);
+	unregister_chrdev_region(pg_devt, PG_MINORS);
+	class_unregister(&pg_class);
+	ida_destroy(&pg_minors);
+}
+
+module_init(pg_init);
+module_exit(pg_exit);
+
+MODULE_DESCRIPTION("Peergate: DMA between devices of a virtual machine");
+MODULE_LICENSE("GPL");
