@@ -17,11 +17,17 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Kit(cmd::kit::KitArgs),
+    /// Check formatting, clippy and the documentation; warnings are failures
+    Lint,
+    /// Run everything a change must pass: lint, the kernel module with W=1 and sparse, and all tests, guests included
+    Test,
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Kit(args) => cmd::kit::run(&args),
+        Command::Lint => cmd::lint::run(),
+        Command::Test => cmd::test::run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

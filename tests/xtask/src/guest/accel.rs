@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::initramfs::Initramfs;
 use super::qemu::{Guest, GuestSpec, Said};
 use crate::kit::Kit;
-use crate::kit::tree::cache_dir;
+use crate::kit::tree::{cache_dir, lock};
 
 const KVM: &str = "/dev/kvm";
 const TRIAL: Duration = Duration::from_secs(20);
@@ -66,8 +66,14 @@ pub fn choose(kit: &Kit) -> Result<Choice> {
         return Ok(Choice { accel: Accel::Tcg, reason: format!("{KVM} cannot be opened: {error}") });
     }
     let key = key(kit)?;
-    let file = cache_dir()?.join("accel.json");
-    if let Some(known) = read_known(&file).filter(|known| known.key == key) {
+    let cache = cache_dir()?;
+    let file = cache.join("accel.json");
+    let known = || read_known(&file).filter(|known| known.key == key);
+    if let Some(known) = known() {
+        return Ok(known.choice);
+    }
+    let _lock = lock(&cache, "accel")?;
+    if let Some(known) = known() {
         return Ok(known.choice);
     }
     eprintln!("guest: trying a Linux guest on {KVM}, once");

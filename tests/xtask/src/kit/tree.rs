@@ -87,7 +87,7 @@ pub fn ensure() -> Result<(PathBuf, Stamp)> {
         return Ok(found);
     }
     fs::create_dir_all(&cache).with_context(|| format!("Cannot create {}", cache.display()))?;
-    let _lock = lock(&cache.join("kit.lock"))?;
+    let _lock = lock(&cache, "kit")?;
     if let Some(found) = open_in(&cache)? {
         return Ok(found);
     }
@@ -129,12 +129,13 @@ fn open_in(cache: &Path) -> Result<Option<(PathBuf, Stamp)>> {
     Ok(Some((dir.join("root"), stamp)))
 }
 
-/// Holds the lock until the file is dropped; the kernel drops it for a process that dies.
-fn lock(path: &Path) -> Result<File> {
-    let file = File::create(path).with_context(|| format!("Cannot create {}", path.display()))?;
+/// Lets one run at a time make `what`, until the file is dropped; the kernel drops it for a process that dies.
+pub(crate) fn lock(cache: &Path, what: &str) -> Result<File> {
+    let path = cache.join(format!("{what}.lock"));
+    let file = File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
     if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
-        eprintln!("kit: another run is building it; waiting");
-        flock(&file, FlockOperation::LockExclusive).context("Cannot lock the kit")?;
+        eprintln!("{what}: another run is at it; waiting");
+        flock(&file, FlockOperation::LockExclusive).with_context(|| format!("Cannot lock {}", path.display()))?;
     }
     Ok(file)
 }
