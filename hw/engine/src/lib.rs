@@ -1,7 +1,7 @@
 //! The one seam to hardware: what the device asks of an engine, and what an engine may ask of memory and links.
 //!
 //! - [`DmaEngine`] moves bytes between places that are already translated, checked and pinned. It never sees a guest's address.
-//! - [`Memory`] is bytes at a [`Location`]; an engine that moves bytes on the CPU is handed one.
+//! - [`Memory`] is bytes at a [`Location`](iommu_addr::Location); an engine that moves bytes on the CPU is handed one.
 //! - [`LinkLedger`] is the credit of the host's links, shared by every tenant's worker.
 //! - [`conformance`] is the suite that every engine passes.
 //!

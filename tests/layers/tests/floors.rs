@@ -106,7 +106,8 @@ fn crates_without_a_licence_for_unsafe_forbid_it() {
         for target in package["targets"].as_array().expect("targets") {
             let library_or_program = target["kind"].as_array().expect("kind").iter().any(|k| k == "lib" || k == "bin");
             let path = target["src_path"].as_str().expect("src_path");
-            if library_or_program && !std::fs::read_to_string(path).expect("source").contains("#![forbid(unsafe_code)]") {
+            if library_or_program && !std::fs::read_to_string(path).expect("source").contains("#![forbid(unsafe_code)]")
+            {
                 wrong.push(path.to_owned());
             }
         }
