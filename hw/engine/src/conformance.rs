@@ -1,1 +1,58 @@
-//! The suite that every engine passes.
+//! The suite that every engine passes: `run` it over a [`Rig`] that builds the engine and its memory anew for each case.
+//!
+//! The suite lays out a small world ([`RAM`], [`APERTURES`]), keeps a plain byte model of it ([`FlatMemory`]), submits work, drives time
+//! until every transfer has ended, and then compares every byte of the world. A case that fails panics; its name is printed before.
+//!
+//! Not here: what only one engine has (registers, kernels, bandwidth). Those are the engine's own tests.
+
+mod bed;
+mod cases;
+mod model;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use iommu_addr::EndpointId;
+
+use crate::{DmaEngine, Memory};
+
+pub use model::{FlatMemory, Noise};
+
+/// Guest memory that a rig provides, as (first address, length): two regions that touch, then a hole, then one more.
+pub const RAM: [(u64, u64); 3] = [(0x1000, 0x18000), (0x19000, 0x18000), (0x10_0000, 0x8000)];
+
+/// Endpoints that a rig provides, as (id, memory length). Each may be an initiator; none has registers at these offsets.
+pub const APERTURES: [(EndpointId, u64); 2] = [(EndpointId::local(0), 0x30000), (EndpointId::local(1), 0x28000)];
+
+/// What a case works with.
+pub struct Parts {
+    /// A fresh engine.
+    pub engine: Arc<dyn DmaEngine>,
+    /// The memory it works on, laid out as [`RAM`] and [`APERTURES`].
+    pub memory: Arc<dyn Memory>,
+    /// Moves the engine's clock on. `None`: the engine lives in real time and calls `on_progress`.
+    pub advance: Option<Box<dyn Fn(Duration) + Send + Sync>>,
+}
+
+/// Builds engines for the suite.
+pub trait Rig {
+    /// A fresh engine over fresh memory.
+    fn build(&self) -> Parts;
+}
+
+impl<F: Fn() -> Parts> Rig for F {
+    fn build(&self) -> Parts {
+        self()
+    }
+}
+
+/// Runs every case, each on fresh parts.
+///
+/// # Panics
+/// Where the engine does not conform.
+pub fn run(rig: &dyn Rig) {
+    for (name, case) in cases::ALL {
+        println!("conformance: {name}");
+        case(&bed::Bed::new(rig.build()));
+    }
+}

@@ -6,7 +6,7 @@ use std::time::Duration;
 use iommu_addr::{DomainId, EndpointId, Iova, Range, Segment};
 use smallvec::SmallVec;
 
-use crate::MemoryError;
+use crate::{CopyError, MemoryError};
 
 /// Names a transfer while an engine has it. Unique within one engine's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -43,7 +43,7 @@ pub enum Work {
         /// Eight bytes.
         pattern: u64,
     },
-    /// Run what an [`Initiated`] asked for, over the memory it named.
+    /// Run what an [`Initiated`] asked for, over the memory it named. Never split, whatever its length.
     Kernel {
         /// Bytes to read.
         src: Segments,
@@ -78,6 +78,17 @@ pub struct Finished {
     pub result: Result<(), EngineError>,
     /// The engine has something for [`DmaEngine::raised`].
     pub raised: bool,
+}
+
+impl Finished {
+    /// The end of a transfer that moved its bytes through a [`crate::Memory`].
+    pub fn moved(job: JobId, outcome: Result<u64, CopyError>) -> Self {
+        let (bytes, result) = match outcome {
+            Ok(bytes) => (bytes, Ok(())),
+            Err(CopyError { bytes, source }) => (bytes, Err(EngineError::Memory(source))),
+        };
+        Self { job, bytes, result, raised: false }
+    }
 }
 
 /// What became of a submission.

@@ -20,4 +20,4 @@ pub use engine::{
 };
 pub use ledger::{Direction, LinkId, LinkLedger, Unlimited};
 pub use memory::{Memory, MemoryError, RamMap, RamRegion};
-pub use segments::{CopyError, copy_segments, fill_segments, stage_segments, total_len};
+pub use segments::{CopyError, Pair, Pairs, copy_segments, fill_segments, total_len};

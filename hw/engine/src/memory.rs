@@ -17,6 +17,7 @@ pub struct MemoryError {
 }
 
 /// Access to guest memory and to endpoints' memory. Nothing is checked here but that the bytes exist: rights were checked before.
+/// A call that fails has moved nothing.
 ///
 /// Guests and devices write the same bytes at the same time; what a reader sees then is some mixture, never undefined behaviour.
 pub trait Memory: Send + Sync {
