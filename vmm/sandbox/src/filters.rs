@@ -1,0 +1,279 @@
+//! Seccomp filters, one a class of threads.
+//!
+//! A class is the rules of `common.json` and of its own file; where both have a rule for a system call, its own file's counts. Files are in
+//! seccompiler's format. A file may hold further filters, which are applied first.
+
+use std::fmt;
+use std::str::FromStr;
+
+use seccompiler::{BpfProgram, TargetArch, apply_filter, compile_from_json};
+use serde_json::Value;
+
+/// What a thread does, and so which system calls it needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Class {
+    /// The process that starts workers; its filter is inherited by them, so it holds what theirs hold.
+    Supervisor,
+    /// A whole worker, before it starts its threads.
+    Worker,
+    /// Answers a VMM's messages and maps guest memory.
+    Connection,
+    /// Runs a queue: parses what a guest wrote and copies.
+    Queue,
+    /// Collects finished work and expires deadlines; also schedules simulated devices.
+    Timekeeper,
+}
+
+impl Class {
+    /// Every class.
+    pub const ALL: [Self; 5] = [Self::Supervisor, Self::Worker, Self::Connection, Self::Queue, Self::Timekeeper];
+
+    /// Name of the filter and of its file.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Supervisor => "supervisor",
+            Self::Worker => "worker",
+            Self::Connection => "connection",
+            Self::Queue => "queue",
+            Self::Timekeeper => "timekeeper",
+        }
+    }
+
+    const fn source(self) -> &'static str {
+        match self {
+            Self::Supervisor => include_str!("../../../configs/seccomp/supervisor.json"),
+            Self::Worker => include_str!("../../../configs/seccomp/worker.json"),
+            Self::Connection => include_str!("../../../configs/seccomp/connection.json"),
+            Self::Queue => include_str!("../../../configs/seccomp/queue.json"),
+            Self::Timekeeper => include_str!("../../../configs/seccomp/timekeeper.json"),
+        }
+    }
+}
+
+const COMMON: &str = include_str!("../../../configs/seccomp/common.json");
+
+/// What happens to a system call that is on no list.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Mode {
+    /// It ends the process.
+    #[default]
+    Enforce,
+    /// The kernel's audit log tells, and the call goes on.
+    Log,
+    /// No filter is applied.
+    Off,
+}
+
+impl Mode {
+    /// Every mode.
+    pub const ALL: [Self; 3] = [Self::Enforce, Self::Log, Self::Off];
+
+    /// Name in a configuration.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Enforce => "enforce",
+            Self::Log => "log",
+            Self::Off => "off",
+        }
+    }
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// No mode has that name.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("Unknown seccomp mode {name:?}; write \"enforce\", \"log\" or \"off\"")]
+pub struct UnknownMode {
+    /// What was written.
+    pub name: String,
+}
+
+impl FromStr for Mode {
+    type Err = UnknownMode;
+
+    fn from_str(name: &str) -> Result<Self, UnknownMode> {
+        Self::ALL.into_iter().find(|mode| mode.name() == name).ok_or_else(|| UnknownMode { name: name.to_owned() })
+    }
+}
+
+/// A filter that cannot be made or applied.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// The lists name system calls of another kind of machine.
+    #[error("There are no seccomp filters for {arch}; set daemon.seccomp = \"off\"")]
+    Architecture {
+        /// This machine.
+        arch: &'static str,
+    },
+    /// A list is not JSON, which a test should have found.
+    #[error("The seccomp list of class {class} is malformed")]
+    Parse {
+        /// Which one.
+        class: &'static str,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// A list has another shape than a filter, or names unknown system calls.
+    #[error("The seccomp filter of class {class} does not compile")]
+    Compile {
+        /// Which one.
+        class: &'static str,
+        /// Why.
+        source: seccompiler::Error,
+    },
+    /// The kernel refused the filter.
+    #[error(
+        "The kernel refused the seccomp filter of class {class}; a kernel without seccomp needs daemon.seccomp = \"off\""
+    )]
+    Apply {
+        /// Which one.
+        class: &'static str,
+        /// Why.
+        source: seccompiler::Error,
+    },
+}
+
+/// Compiled filters, ready to apply.
+#[derive(Clone, Debug)]
+pub struct Sandbox {
+    programs: Vec<(Class, Vec<BpfProgram>)>,
+}
+
+impl Sandbox {
+    /// Compiles the filters of every class; takes about a millisecond. With [`Mode::Off`] there is nothing to apply.
+    pub fn new(mode: Mode) -> Result<Self, SandboxError> {
+        if mode == Mode::Off {
+            return Ok(Self { programs: Vec::new() });
+        }
+        // The lists are written for one architecture: others lack some of their system calls and need others.
+        if !cfg!(target_arch = "x86_64") {
+            return Err(SandboxError::Architecture { arch: std::env::consts::ARCH });
+        }
+        let programs = Class::ALL.iter().map(|class| Ok((*class, compile(*class, mode)?))).collect::<Result<_, _>>()?;
+        Ok(Self { programs })
+    }
+
+    /// Gives up, for the calling thread and for every thread and process it will start, what `class` does not need. Also gives up gaining
+    /// privileges by running a set-user-ID program. There is no way back.
+    pub fn apply(&self, class: Class) -> Result<(), SandboxError> {
+        for (_, programs) in self.programs.iter().filter(|(of, _)| *of == class) {
+            for program in programs {
+                apply_filter(program).map_err(|source| SandboxError::Apply { class: class.name(), source })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The programs of a class, its main filter last: it may forbid applying more.
+fn compile(class: Class, mode: Mode) -> Result<Vec<BpfProgram>, SandboxError> {
+    let name = class.name();
+    let filters = merged(class, mode).map_err(|source| SandboxError::Parse { class: name, source })?;
+    let failed = |source| SandboxError::Compile { class: name, source };
+    let mut programs = compile_from_json(filters.to_string().as_bytes(), TargetArch::x86_64).map_err(failed)?;
+    let main = programs.remove(name).ok_or_else(|| failed(seccompiler::Error::EmptyFilter))?;
+    Ok(programs.into_values().chain([main]).collect())
+}
+
+/// The class's file with the common rules added.
+fn merged(class: Class, mode: Mode) -> serde_json::Result<Value> {
+    let common: Value = serde_json::from_str(COMMON)?;
+    let mut filters: Value = serde_json::from_str(class.source())?;
+    let own = &mut filters[class.name()];
+    if mode == Mode::Log {
+        own["mismatch_action"] = "log".into();
+    }
+    if let (Some(rules), Some(more)) = (own["filter"].as_array_mut(), common["common"]["filter"].as_array()) {
+        let more: Vec<_> =
+            more.iter().filter(|rule| !rules.iter().any(|own| own["syscall"] == rule["syscall"])).cloned().collect();
+        rules.extend(more);
+    }
+    Ok(filters)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn rules(class: Class) -> BTreeMap<String, Vec<Option<Value>>> {
+        let mut rules = BTreeMap::<_, Vec<_>>::new();
+        for rule in merged(class, Mode::Enforce).unwrap()[class.name()]["filter"].as_array().unwrap() {
+            rules.entry(rule["syscall"].as_str().unwrap().to_owned()).or_default().push(rule.get("args").cloned());
+        }
+        rules
+    }
+
+    #[test]
+    fn every_class_compiles_in_every_mode() {
+        for mode in Mode::ALL {
+            let sandbox = Sandbox::new(mode).unwrap();
+            assert_eq!(sandbox.programs.len(), if mode == Mode::Off { 0 } else { Class::ALL.len() });
+            assert!(sandbox.programs.iter().all(|(_, programs)| programs.iter().all(|program| !program.is_empty())));
+        }
+    }
+
+    #[test]
+    fn modes_are_known_by_name() {
+        assert!(Mode::ALL.into_iter().all(|mode| mode.to_string().parse() == Ok(mode)));
+        assert_eq!("on".parse::<Mode>(), Err(UnknownMode { name: "on".into() }));
+    }
+
+    /// seccompiler lets a rule with arguments win over one without, whatever the order.
+    #[test]
+    fn no_list_has_a_system_call_both_with_and_without_arguments() {
+        for class in Class::ALL {
+            for (syscall, rules) in rules(class) {
+                let free = rules.iter().filter(|args| args.is_none()).count();
+                assert!(free == 0 || rules.len() == 1, "{syscall} of class {class:?}: {rules:?}");
+            }
+        }
+    }
+
+    /// A filter cannot be loosened: who starts a process or thread must be allowed all that it needs.
+    #[test]
+    fn supervisor_holds_what_a_worker_holds_and_a_worker_what_its_threads_hold() {
+        let inherits = [
+            (Class::Supervisor, Class::Worker),
+            (Class::Worker, Class::Connection),
+            (Class::Worker, Class::Queue),
+            (Class::Worker, Class::Timekeeper),
+        ];
+        for (outer, inner) in inherits {
+            let allowed = rules(outer);
+            for (syscall, wanted) in rules(inner) {
+                let has = allowed.get(&syscall);
+                let covered = |args: &Option<Value>| has.is_some_and(|has| has.contains(&None) || has.contains(args));
+                assert!(wanted.iter().all(covered), "{inner:?} needs {syscall} {wanted:?}, {outer:?} has {has:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn threads_that_parse_a_guests_bytes_can_open_start_and_connect_nothing() {
+        for class in [Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper] {
+            let rules = rules(class);
+            for syscall in
+                ["open", "openat", "openat2", "execve", "execveat", "fork", "vfork", "socket", "connect", "ptrace"]
+            {
+                assert!(!rules.contains_key(syscall), "{class:?} allows {syscall}");
+            }
+        }
+        for class in [Class::Connection, Class::Queue, Class::Timekeeper] {
+            let rules = rules(class);
+            for syscall in ["clone", "clone3", "accept", "accept4", "seccomp", "prctl"] {
+                assert!(!rules.contains_key(syscall), "{class:?} allows {syscall}");
+            }
+        }
+        for class in [Class::Queue, Class::Timekeeper] {
+            for syscall in ["recvmsg", "sendmsg", "recvfrom", "sendto", "ioctl"] {
+                assert!(!rules(class).contains_key(syscall), "{class:?} allows {syscall}");
+            }
+        }
+    }
+}
