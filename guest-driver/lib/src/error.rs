@@ -6,9 +6,11 @@
 //! Not here: what to do about it; only the messages say that.
 
 use std::io;
+use std::path::PathBuf;
 
-use peergate_uapi::Completion;
 use vdev_wire::{FaultReason, Status};
+
+use crate::Outcome;
 
 /// Why a call or a transfer did not do what was asked.
 #[derive(Debug, thiserror::Error)]
@@ -23,10 +25,18 @@ pub enum Error {
         status: Status,
     },
     /// A transfer ended with an error.
-    #[error("{}", describe_transfer(completion))]
+    #[error("{}", describe_transfer(outcome))]
     Transfer {
         /// How it ended.
-        completion: Completion,
+        outcome: Outcome,
+    },
+    /// The device file cannot be opened.
+    #[error("Could not open {}; is the driver loaded, and may this user open it?", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
     },
     /// The operating system failed a call for a reason that is not the device's.
     #[error("{call} failed")]
@@ -76,7 +86,7 @@ impl Error {
     pub fn status(&self) -> Option<Status> {
         match self {
             Self::Refused { status, .. } => Some(*status),
-            Self::Transfer { completion } => Status::from_raw(completion.status),
+            Self::Transfer { outcome } => Some(outcome.status),
             _ => None,
         }
     }
@@ -110,18 +120,15 @@ fn meaning(status: Status) -> &'static str {
     }
 }
 
-fn describe_transfer(completion: &Completion) -> String {
-    let moved = completion.bytes;
-    let Some(status) = Status::from_raw(completion.status) else {
-        return format!("The transfer ended with unknown status {:#x} after {moved} bytes", completion.status);
-    };
-    match FaultReason::from_raw(completion.fault_reason) {
-        Some(reason) => format!(
+fn describe_transfer(outcome: &Outcome) -> String {
+    let (status, moved) = (outcome.status, outcome.bytes);
+    match outcome.fault {
+        Some(fault) => format!(
             "The transfer ended with {} ({}) at address {:#x} after {moved} bytes: {}",
             status.name(),
-            reason.name(),
-            completion.fault_address,
-            fault_meaning(reason)
+            fault.reason.name(),
+            fault.address,
+            fault_meaning(fault.reason)
         ),
         None => format!("The transfer ended with {} after {moved} bytes: {}", status.name(), meaning(status)),
     }
