@@ -1,0 +1,124 @@
+//! How much one tenant may have, and exact counts of what it has.
+//!
+//! Counts are taken before the thing exists and given back when its drain has ended, so the memory behind this crate is bounded by the limits at
+//! every moment: a segment costs 64 bytes of table and up to 32 of index, a mapping about 40 more, a domain 64 bytes for each right that a pair of
+//! the tenant's endpoints can have, a piece 32 bytes.
+//!
+//! Not here: whose limits these are, where they are configured.
+
+use crate::sync::{AtomicU32, Ordering};
+use iommu_addr::{Iova, Range};
+
+/// Bytes of the smallest mapping; every mapping is a multiple of it in place and size.
+pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
+pub(crate) const PAGE_SHIFT: u32 = 12;
+/// Most segments that [`Limits`] may ask for.
+pub const MAX_SEGMENTS: u32 = 1 << 28;
+/// Most endpoints a tenant may have.
+pub const MAX_ENDPOINTS: usize = 64;
+
+/// What one tenant may have at a time, all its domains together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Domains, draining ones included.
+    pub domains: u32,
+    /// Mappings, draining ones included.
+    pub mappings: u32,
+    /// Runs of consecutive memory in those mappings, at most [`MAX_SEGMENTS`]. Segments of one mapping that follow one another in memory count once.
+    pub segments: u32,
+    /// Runs held by running translations, beyond the first two of each translation, which are free.
+    pub pieces: u32,
+    /// Where mappings may lie; page-aligned. May be the whole space.
+    pub iova: Range<Iova>,
+}
+
+/// What one tenant has now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Domains, draining ones included.
+    pub domains: u32,
+    /// Mappings, draining ones included.
+    pub mappings: u32,
+    /// Segments of those mappings.
+    pub segments: u32,
+    /// Pieces of running translations.
+    pub pieces: u32,
+}
+
+/// One counted thing.
+#[derive(Debug)]
+pub(crate) struct Quota {
+    limit: u32,
+    used: AtomicU32,
+}
+
+impl Quota {
+    pub(crate) fn new(limit: u32) -> Self {
+        Self { limit, used: AtomicU32::new(0) }
+    }
+
+    pub(crate) fn limit(&self) -> u32 {
+        self.limit
+    }
+
+    pub(crate) fn used(&self) -> u32 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Takes `count`, all or nothing.
+    pub(crate) fn take(&self, count: u32) -> bool {
+        let more = |used: u32| used.checked_add(count).filter(|sum| *sum <= self.limit);
+        self.used.fetch_update(Ordering::AcqRel, Ordering::Relaxed, more).is_ok()
+    }
+
+    /// Gives back `count` that were taken.
+    pub(crate) fn give(&self, count: u32) {
+        self.used.fetch_sub(count, Ordering::AcqRel);
+    }
+}
+
+/// Every counted thing of a tenant.
+#[derive(Debug)]
+pub(crate) struct Quotas {
+    pub(crate) domains: Quota,
+    pub(crate) mappings: Quota,
+    pub(crate) segments: Quota,
+    pub(crate) pieces: Quota,
+}
+
+impl Quotas {
+    pub(crate) fn new(limits: &Limits) -> Self {
+        Self {
+            domains: Quota::new(limits.domains),
+            mappings: Quota::new(limits.mappings),
+            segments: Quota::new(limits.segments),
+            pieces: Quota::new(limits.pieces),
+        }
+    }
+
+    pub(crate) fn usage(&self) -> Usage {
+        Usage {
+            domains: self.domains.used(),
+            mappings: self.mappings.used(),
+            segments: self.segments.used(),
+            pieces: self.pieces.used(),
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quota_is_all_or_nothing_up_to_the_limit() {
+        let quota = Quota::new(3);
+        assert!(quota.take(2));
+        assert!(!quota.take(2));
+        assert!(!quota.take(u32::MAX), "the sum would wrap");
+        assert!(quota.take(1));
+        assert!(!quota.take(1));
+        quota.give(3);
+        assert_eq!(quota.used(), 0);
+    }
+}

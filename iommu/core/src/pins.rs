@@ -1,0 +1,229 @@
+//! What a job holds of a domain while it runs, and how it gets it.
+//!
+//! [`Pins`] is born with the accessor's attachment, grows by translations and peer rights, and lets everything go when it is dropped. While it
+//! lives, UNMAP of what it translated, withdrawal of the rights it uses and DETACH of its accessor drain: they let nobody in, and end with it.
+//!
+//! A translation asks the thread's [`Iotlb`] first, then the index, both without a lock, then the table, which alone can say no.
+//!
+//! Not here: bytes, what the pieces are used for.
+
+use crate::domain::Domain;
+use crate::fault::{Fault, FaultReason, Refused};
+use crate::iotlb::Iotlb;
+use crate::record::{Owner, Run};
+use iommu_addr::{Access, Addr, EndpointId, Iova, Range, Segment};
+use smallvec::SmallVec;
+use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
+
+/// Where a translated range lies, in order.
+pub type Segments = SmallVec<[Segment; 2]>;
+
+/// Pieces of one translation that cost no quota.
+const FREE_PIECES: usize = 2;
+
+/// What a job holds. `D` is how it holds the domain: `&Domain`, or for jobs that outlive a call `Arc<Domain>`.
+#[must_use = "dropping this lets the pins go"]
+pub struct Pins<D: Deref<Target = Domain>> {
+    domain: D,
+    accessor: EndpointId,
+    /// Heads of pinned mappings.
+    mappings: SmallVec<[u32; 4]>,
+    /// Pinned gates; the accessor's attachment is the first.
+    gates: SmallVec<[usize; 3]>,
+    /// Pieces that cost quota.
+    pieces: u32,
+}
+
+/// Pins that keep their domain, for jobs that outlive a call.
+pub type PinnedRange = Pins<Arc<Domain>>;
+
+impl<D: Deref<Target = Domain>> Pins<D> {
+    /// Begins a job of `accessor`: pins its attachment to the domain.
+    ///
+    /// # Errors
+    /// A fault with reason Domain, at address 0 and without access, if it is not attached.
+    pub fn new(domain: D, accessor: EndpointId) -> Result<Self, Fault> {
+        let Some(gate) = domain.pin_attached(accessor) else {
+            return Err(domain.fault(accessor, None, Iova(0), Access::NONE, FaultReason::Domain));
+        };
+        let gates = SmallVec::from_buf_and_len([gate, 0, 0], 1);
+        Ok(Self { domain, accessor, mappings: SmallVec::new(), gates, pieces: 0 })
+    }
+
+    /// The domain.
+    pub fn domain(&self) -> &D {
+        &self.domain
+    }
+
+    /// Who acts.
+    pub fn accessor(&self) -> EndpointId {
+        self.accessor
+    }
+
+    /// Translates `range` for `want` and pins every mapping that it touches. The pieces come back in order, the first and the last cut to the range.
+    /// Blocks on nothing if the addresses are mapped, on the domain's lock else.
+    ///
+    /// # Errors
+    /// A fault with the first address that is refused: not mapped, not allowed, or going away; or [`Refused::Pieces`]. Then nothing more is pinned
+    /// than before.
+    #[inline]
+    pub fn translate(&mut self, iotlb: &mut Iotlb, range: Range<Iova>, want: Access) -> Result<Segments, Refused> {
+        let remembered = iotlb.find(self.domain.serial(), range.start()).filter(|run| {
+            run.range.last() >= range.last() && run.access.allows(want) && self.domain.tenant.pin(run.owner)
+        });
+        if let Some(run) = remembered {
+            self.mappings.push(run.owner.head);
+            if let Some(len) = range.len() {
+                let segment = Segment { at: run.locate(range.start()), len };
+                iotlb.count_hit();
+                return Ok(SmallVec::from_buf_and_len([segment, segment], 1));
+            }
+        }
+        self.translate_slowly(iotlb, range, want)
+    }
+
+    #[cold]
+    fn translate_slowly(&mut self, iotlb: &mut Iotlb, range: Range<Iova>, want: Access) -> Result<Segments, Refused> {
+        let (held, counted) = (self.mappings.len(), self.pieces);
+        let translated = self.translate_pieces(iotlb, range, want);
+        if translated.is_err() {
+            self.release(held, counted);
+        }
+        translated
+    }
+
+    fn translate_pieces(&mut self, iotlb: &mut Iotlb, range: Range<Iova>, want: Access) -> Result<Segments, Refused> {
+        let mut segments = Segments::new();
+        let mut held = None;
+        let mut left = Some(range);
+        while let Some(part) = left {
+            if segments.len() >= FREE_PIECES {
+                let pieces = &self.domain.tenant.quotas.pieces;
+                if !pieces.take(1) {
+                    return Err(Refused::Pieces { limit: pieces.limit() });
+                }
+                self.pieces = self.pieces.saturating_add(1);
+            }
+            let at = part.start();
+            let run = self.pin_at(iotlb, at, held).map_err(|(reason, owner)| self.fault(owner, at, want, reason))?;
+            held = Some(run.owner);
+            if !run.access.allows(want) {
+                return Err(self.fault(run.to.owner(), at, want, FaultReason::Permission).into());
+            }
+            let last = run.range.last().min(part.last());
+            push(&mut segments, &run, at, last);
+            left = last.checked_add(1).and_then(|next| Range::new(next, range.last()));
+        }
+        Ok(segments)
+    }
+
+    /// Finds the run that holds `at` and pins its mapping, unless that is `held`, which is pinned.
+    fn pin_at(
+        &mut self,
+        iotlb: &mut Iotlb,
+        at: Iova,
+        held: Option<Owner>,
+    ) -> Result<Run, (FaultReason, Option<EndpointId>)> {
+        let domain = &*self.domain;
+        let is_pinned = |run: &Run| held == Some(run.owner) || domain.tenant.pin(run.owner);
+        let remembered = iotlb.find(domain.serial(), at).copied().filter(is_pinned);
+        let run = if let Some(run) = remembered {
+            iotlb.count_hit();
+            run
+        } else {
+            iotlb.count_miss();
+            match domain.find(iotlb, at).filter(is_pinned) {
+                Some(run) => run,
+                None => domain.find_exactly(iotlb, at, held)?,
+            }
+        };
+        if held != Some(run.owner) {
+            self.mappings.push(run.owner.head);
+        }
+        Ok(run)
+    }
+
+    /// Makes sure that the accessor may reach `owner`'s memory with `want`, and pins the right. Its own memory it may always reach.
+    ///
+    /// # Errors
+    /// A fault with reason Peer at `at`, the first address of that side.
+    pub fn peer(&mut self, owner: EndpointId, want: Access, at: Iova) -> Result<(), Fault> {
+        if owner == self.accessor {
+            return Ok(());
+        }
+        let Some(needed) = self.domain.peer_gates(self.accessor, owner, want) else {
+            return Err(self.fault(Some(owner), at, want, FaultReason::Peer));
+        };
+        for gate in needed {
+            if !self.gates.contains(&gate) {
+                if !self.domain.pin_gate(gate) {
+                    return Err(self.fault(Some(owner), at, want, FaultReason::Peer));
+                }
+                self.gates.push(gate);
+            }
+        }
+        Ok(())
+    }
+
+    fn fault(&self, owner: Option<EndpointId>, at: Iova, want: Access, reason: FaultReason) -> Fault {
+        self.domain.fault(self.accessor, owner, at, want, reason)
+    }
+
+    /// Lets mappings beyond the first `held` go, and pieces beyond `counted`.
+    #[inline]
+    fn release(&mut self, held: usize, counted: u32) {
+        while self.mappings.len() > held {
+            if let Some(head) = self.mappings.pop()
+                && self.domain.tenant.slab.at(head).word.unpin()
+            {
+                self.domain.end_mapping_drain(head);
+            }
+        }
+        let pieces = self.pieces.saturating_sub(counted);
+        if pieces > 0 {
+            self.domain.tenant.quotas.pieces.give(pieces);
+            self.pieces = counted;
+        }
+    }
+}
+
+impl<D: Deref<Target = Domain>> Drop for Pins<D> {
+    #[inline]
+    fn drop(&mut self) {
+        self.release(0, 0);
+        while let Some(gate) = self.gates.pop() {
+            self.domain.unpin_gate(gate);
+        }
+    }
+}
+
+impl<D: Deref<Target = Domain>> fmt::Debug for Pins<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pins")
+            .field("domain", &self.domain.id())
+            .field("accessor", &self.accessor)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Adds addresses `at..=last` of a run, as part of the last segment if they follow it in memory.
+fn push(segments: &mut Segments, run: &Run, at: Iova, last: Iova) {
+    let mut from = run.locate(at);
+    // The whole space is 2^64 bytes long, more than a segment can say: it comes in two pieces.
+    let mut len = last.raw().wrapping_sub(at.raw()).wrapping_add(1);
+    if len == 0 {
+        len = 1 << 63;
+        segments.push(Segment { at: from, len });
+        from = from.checked_add(len).unwrap_or(from);
+    }
+    if let Some(previous) = segments.last_mut()
+        && previous.at.checked_add(previous.len) == Some(from)
+        && let Some(sum) = previous.len.checked_add(len)
+    {
+        previous.len = sum;
+    } else {
+        segments.push(Segment { at: from, len });
+    }
+}
