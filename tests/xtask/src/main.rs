@@ -1,4 +1,5 @@
 //! `cargo xtask COMMAND`: what a person or a CI job asks of the whole project. Each command is a module of `cmd`.
+#![forbid(unsafe_code)]
 
 mod cmd;
 

@@ -13,7 +13,7 @@ pub(crate) fn run() -> Result<()> {
     if let Some(kit) = kit {
         module(&mut steps, &kit);
     }
-    steps.run("tests", || must(cargo(&["test", "--quiet", "--workspace"])));
+    steps.run("tests", || must(cargo(&["test", "--quiet", "--workspace", "--no-fail-fast"])));
     steps.finish()
 }
 

@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use rustix::fs::{FlockOperation, flock};
+use rustix::io::{FdFlags, fcntl_setfd};
 use serde::{Deserialize, Serialize};
 
 use super::host::is_root;
@@ -87,7 +88,9 @@ pub fn ensure() -> Result<(PathBuf, Stamp)> {
         return Ok(found);
     }
     fs::create_dir_all(&cache).with_context(|| format!("Cannot create {}", cache.display()))?;
-    let _lock = lock(&cache, "kit")?;
+    let lock = lock(&cache, "kit")?;
+    // The programs started below hold it too: one that outlives this run keeps the next from sweeping under its feet.
+    fcntl_setfd(&lock, FdFlags::empty()).context("Cannot share the kit's lock")?;
     if let Some(found) = open_in(&cache)? {
         return Ok(found);
     }
