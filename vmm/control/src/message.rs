@@ -1,0 +1,317 @@
+//! Requests and answers. Numbers are in the unit that the field's name says; bytes otherwise.
+//!
+//! Not here: how they travel.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Version of the messages.
+pub const VERSION: u32 = 1;
+
+/// What an operator may ask.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "snake_case")]
+pub enum Request {
+    /// How the daemon and each tenant are doing.
+    Status,
+    /// How each tenant is set up.
+    Tenants,
+    /// The slices of devices that tenants have.
+    Endpoints,
+    /// Who was refused what.
+    Faults {
+        /// Only this tenant's.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        tenant: Option<String>,
+        /// Only the newest so many, all chosen tenants together; as many as are kept if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        last: Option<u32>,
+    },
+}
+
+/// What is answered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    /// To [`Request::Status`].
+    Status(StatusReply),
+    /// To [`Request::Tenants`].
+    Tenants(TenantsReply),
+    /// To [`Request::Endpoints`].
+    Endpoints(EndpointsReply),
+    /// To [`Request::Faults`].
+    Faults(FaultsReply),
+    /// To any request.
+    Error(ErrorReply),
+}
+
+/// Why a request was not answered.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorReply {
+    /// For programs.
+    pub code: ErrorCode,
+    /// For people: what is wrong and what to do.
+    pub message: String,
+}
+
+/// Kinds of errors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ErrorCode {
+    /// The request is no request.
+    Malformed,
+    /// The request is of another version.
+    Version,
+    /// The request is too long, or the answer would be.
+    TooLong,
+    /// No tenant has that name.
+    UnknownTenant,
+}
+
+/// How everything is doing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StatusReply {
+    /// The daemon.
+    pub daemon: DaemonStatus,
+    /// In the configuration's order.
+    pub tenants: Vec<TenantStatus>,
+}
+
+/// How the daemon is doing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DaemonStatus {
+    /// Its version.
+    pub version: String,
+    /// The supervisor's process.
+    pub pid: u32,
+    /// Time since it started, in milliseconds.
+    pub uptime_ms: u64,
+    /// Where its sockets are.
+    pub runtime_dir: PathBuf,
+    /// How system calls that are on no list are treated: `enforce`, `log` or `off`.
+    pub seccomp: String,
+}
+
+/// Where a tenant stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TenantState {
+    /// Its worker is being set up.
+    Starting,
+    /// A VMM may connect.
+    Waiting,
+    /// A VMM is connected.
+    Connected,
+    /// Its worker has failed, and the next one is not started yet.
+    Restarting,
+}
+
+/// How a tenant is doing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantStatus {
+    /// Its name.
+    pub name: String,
+    /// Where it stands.
+    pub state: TenantState,
+    /// Workers it has had, the present one included.
+    pub session: u32,
+    /// The present worker's process.
+    pub worker_pid: Option<u32>,
+    /// Workers that failed.
+    pub failures: u64,
+    /// Accesses refused.
+    pub faults: u64,
+    /// Numbers that only grow, since the daemon started.
+    pub counters: BTreeMap<String, u64>,
+    /// Numbers of the present worker.
+    pub gauges: BTreeMap<String, u64>,
+}
+
+/// How tenants are set up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantsReply {
+    /// In the configuration's order.
+    pub tenants: Vec<TenantInfo>,
+}
+
+/// How a tenant is set up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantInfo {
+    /// Its name.
+    pub name: String,
+    /// The socket that its VMM connects to.
+    pub socket: PathBuf,
+    /// The virtio device id that its VMM should give the device.
+    pub device_id: u32,
+    /// Submission queues; the device has two queues more.
+    pub submit_queues: u16,
+    /// Longest queue the device takes, in entries.
+    pub max_queue_size: u32,
+    /// Size of the device's configuration space.
+    pub config_size: u32,
+    /// What happens with guest memory that a VMM could truncate: `warn` or `refuse`.
+    pub unsealed_memory: String,
+    /// Its slices.
+    pub endpoints: u32,
+    /// Memory of all its slices.
+    pub memory: u64,
+}
+
+/// The slices.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EndpointsReply {
+    /// By tenant, in the configuration's order.
+    pub endpoints: Vec<EndpointInfo>,
+}
+
+/// One slice of a device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EndpointInfo {
+    /// Whose.
+    pub tenant: String,
+    /// Number within the tenant, as its guest sees it.
+    pub endpoint: u32,
+    /// Name within the tenant.
+    pub name: String,
+    /// The device it is a slice of.
+    pub device: String,
+    /// `gpu` or `fpga`.
+    pub kind: String,
+    /// Memory.
+    pub memory: u64,
+    /// Copy engines of the device.
+    pub engines: u32,
+    /// Bandwidth of the device's link in bytes a second each way; 0 is as fast as memory.
+    pub bandwidth: u64,
+    /// Latency of the device's link in nanoseconds.
+    pub latency_ns: u64,
+    /// Slices of the tenant that it reaches through host memory only.
+    pub staged_to: Vec<String>,
+}
+
+/// Refused accesses.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultsReply {
+    /// Totals of the tenants asked for.
+    pub tenants: Vec<FaultTotals>,
+    /// Records, oldest first.
+    pub faults: Vec<FaultInfo>,
+}
+
+/// How many refusals a tenant had.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultTotals {
+    /// Who.
+    pub tenant: String,
+    /// Since the daemon started.
+    pub total: u64,
+    /// Of these, the ones whose record has made room for later ones.
+    pub overwritten: u64,
+    /// Records that cannot be read: being written, or their writer died half-way.
+    pub torn: u64,
+}
+
+/// One refused access.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FaultInfo {
+    /// Whose guest.
+    pub tenant: String,
+    /// Number within the tenant, from 1.
+    pub number: u64,
+    /// When, in nanoseconds since 1970.
+    pub time_ns: u64,
+    /// Session of the device.
+    pub session: u32,
+    /// Address space within the guest.
+    pub domain: u32,
+    /// Who wanted access.
+    pub accessor: Option<Party>,
+    /// Whose memory it was.
+    pub owner: Option<Party>,
+    /// First address refused.
+    pub address: u64,
+    /// `read`, `write`, `read-write` or `none`.
+    pub access: String,
+    /// Why.
+    pub reason: String,
+    /// What the guest was told.
+    pub status: String,
+    /// Stream of the work.
+    pub stream: u32,
+    /// Cookie of the work.
+    pub cookie: u64,
+    /// Handle of a stale fault; else 0.
+    pub value: u64,
+}
+
+/// An endpoint in a fault.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Party {
+    /// Number within the tenant.
+    pub endpoint: u32,
+    /// Name within the tenant, if there is such an endpoint.
+    pub name: Option<String>,
+}
+
+/// A message with its version.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Versioned<T> {
+    pub(crate) version: u32,
+    #[serde(flatten)]
+    pub(crate) body: T,
+}
+
+/// The version alone, of a message whose body may be unknown.
+#[derive(Debug, Deserialize)]
+pub(crate) struct VersionOnly {
+    pub(crate) version: u32,
+}
+
+/// One line, with its end.
+pub(crate) fn to_line<T: Serialize>(body: T) -> serde_json::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(&Versioned { version: VERSION, body })?;
+    line.push(b'\n');
+    Ok(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_look_as_documented() {
+        let faults = Request::Faults { tenant: Some("demo".into()), last: Some(10) };
+        let line = to_line(&faults).unwrap();
+        assert_eq!(line, b"{\"version\":1,\"request\":\"faults\",\"tenant\":\"demo\",\"last\":10}\n");
+        let bare: Versioned<Request> = serde_json::from_str(r#"{"version":1,"request":"faults","new":1}"#).unwrap();
+        assert_eq!(bare.body, Request::Faults { tenant: None, last: None });
+        assert_eq!(to_line(Request::Status).unwrap(), b"{\"version\":1,\"request\":\"status\"}\n");
+    }
+
+    #[test]
+    fn answers_survive_a_round_trip() {
+        let reply = Reply::Status(StatusReply {
+            daemon: DaemonStatus {
+                version: "0.1.0".into(),
+                pid: 7,
+                uptime_ms: 5,
+                runtime_dir: "/run/peergate".into(),
+                seccomp: "enforce".into(),
+            },
+            tenants: vec![TenantStatus {
+                name: "demo".into(),
+                state: TenantState::Restarting,
+                session: 2,
+                worker_pid: None,
+                failures: 1,
+                faults: u64::MAX,
+                counters: [("ops".to_owned(), u64::MAX)].into(),
+                gauges: BTreeMap::new(),
+            }],
+        });
+        let read: Versioned<Reply> = serde_json::from_slice(&to_line(&reply).unwrap()).unwrap();
+        assert_eq!((read.version, read.body), (VERSION, reply));
+    }
+}
