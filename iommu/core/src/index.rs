@@ -170,12 +170,14 @@ impl Index {
         self.hash_block(domain, class, block(at, class))
     }
 
-    /// Two keyed 64x64 -> 128 bit multiplications, each folded.
+    /// Two keyed 64x64 -> 128 bit multiplications, each folded, and a last mix: blocks that follow one another differ by a constant after the
+    /// multiplications, and would fill one neighbourhood if that constant is an unlucky one.
     #[inline]
     fn hash_block(&self, domain: u64, class: u32, block: u64) -> u32 {
         let [a, b] = self.secret;
         let key = fold(domain.rotate_left(8) ^ u64::from(class) ^ b, a);
-        upper_half(fold(block ^ key, b))
+        let hash = fold(block ^ key, b);
+        upper_half((hash ^ hash >> 32).wrapping_mul(0x9fb2_1c65_1e98_df25))
     }
 }
 
@@ -242,6 +244,20 @@ mod tests {
         }
         let gib = Range::new(Iova(1 << 30), Iova((2 << 30) - 1)).expect("start <= last");
         assert_eq!(blocks(gib, class(gib)).count(), 1, "one entry for an aligned GiB");
+    }
+
+    #[test]
+    fn regular_addresses_spread_whatever_the_secret() {
+        for stride in [1, 2, 8, 511, 512, 1 << 18, 0x9e37_79b9] {
+            for _ in 0..8 {
+                let (index, mut used) = (Index::new(4096), 0);
+                for page in 0..4096_u64 {
+                    let range = Range::with_len(Iova((page * stride) << 12), 0x1000).expect("in the space");
+                    index.insert(&mut used, 1, range, 0);
+                }
+                assert!(used > 4090, "{} of 4096 entries found no place at stride {stride}", 4096 - used);
+            }
+        }
     }
 
     proptest! {
