@@ -62,6 +62,24 @@ impl<D: Deref<Target = Domain>> Pins<D> {
         self.accessor
     }
 
+    /// Makes the job one of `accessor`: pins its attachment, and lets the previous accessor's and its peer rights go. What was translated stays
+    /// pinned. For a device that can choose who acts only once it knows whose memory it is.
+    ///
+    /// # Errors
+    /// As [`Pins::new`]; then nothing has changed.
+    pub fn act_as(&mut self, accessor: EndpointId) -> Result<(), Fault> {
+        if accessor == self.accessor {
+            return Ok(());
+        }
+        let Some(gate) = self.domain.pin_attached(accessor) else {
+            return Err(self.domain.fault(accessor, None, Iova(0), Access::NONE, FaultReason::Domain));
+        };
+        self.release_gates();
+        self.gates.push(gate);
+        self.accessor = accessor;
+        Ok(())
+    }
+
     /// Translates `range` for `want` and pins every mapping that it touches. The pieces come back in order, the first and the last cut to the range.
     /// Blocks on nothing if the addresses are mapped, on the domain's lock else.
     ///
@@ -167,6 +185,13 @@ impl<D: Deref<Target = Domain>> Pins<D> {
         Ok(())
     }
 
+    #[inline]
+    fn release_gates(&mut self) {
+        while let Some(gate) = self.gates.pop() {
+            self.domain.unpin_gate(gate);
+        }
+    }
+
     fn fault(&self, owner: Option<EndpointId>, at: Iova, want: Access, reason: FaultReason) -> Fault {
         self.domain.fault(self.accessor, owner, at, want, reason)
     }
@@ -193,9 +218,7 @@ impl<D: Deref<Target = Domain>> Drop for Pins<D> {
     #[inline]
     fn drop(&mut self) {
         self.release(0, 0);
-        while let Some(gate) = self.gates.pop() {
-            self.domain.unpin_gate(gate);
-        }
+        self.release_gates();
     }
 }
 

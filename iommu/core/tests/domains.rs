@@ -201,3 +201,23 @@ fn limits_that_make_no_sense_are_refused() {
     let many = (0..=64).map(EndpointId::local);
     assert_eq!(Iommu::new(limits(), many).unwrap_err(), LimitsError::Endpoints);
 }
+
+#[test]
+fn job_that_changes_its_accessor_keeps_its_translations_and_no_right() {
+    let iommu = tenant();
+    let domain = two(&iommu);
+    map(&domain, pages(16, 1), 1);
+    domain.peer_enable(GPU, FPGA, Access::RW).unwrap();
+    let mut job = pins(&domain);
+    job.translate(&mut Iotlb::new(16), pages(16, 1), Access::READ).unwrap();
+    job.peer(FPGA, Access::READ, Iova(0)).unwrap();
+    assert_eq!(job.act_as(NIC).unwrap_err().reason, FaultReason::Domain, "not attached");
+    assert_eq!(job.accessor(), GPU, "nothing has changed");
+    job.act_as(FPGA).unwrap();
+    assert!(domain.peer_disable(GPU, FPGA, Access::RW).unwrap().1.is_done(), "the right is let go");
+    assert!(iommu.detach(DomainId(1), GPU).unwrap().progress.is_done(), "so is the attachment");
+    let unmap = domain.unmap(pages(16, 1)).unwrap();
+    assert!(!unmap.is_done(), "the translation is held");
+    drop(job);
+    assert!(unmap.is_done());
+}
