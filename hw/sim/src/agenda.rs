@@ -1,0 +1,226 @@
+//! Transfers that are out: bytes to move, and ends that are not due yet.
+//!
+//! Pure state: who moves the bytes, and when, is the caller's. A transfer is waiting, being moved, or moved; it ends when it is moved and
+//! due. A flush is moved from the start, and ends once nothing is left that its initiator submitted before it.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use hw_engine::{CopyError, EngineError, Finished, JobId, Memory, Transfer, Work, copy_segments, fill_segments};
+use iommu_addr::EndpointId;
+use smallvec::SmallVec;
+
+use crate::kernel::Kernel;
+
+/// The place of a transfer in the order of submission.
+pub(crate) type Seq = u64;
+
+/// The bytes of one transfer.
+pub(crate) struct Move {
+    pub(crate) transfer: Transfer,
+    pub(crate) kernel: Option<Box<Kernel>>,
+}
+
+impl Move {
+    /// Moves bytes: all of a copy or fill, a step of a kernel. `None`: there is more to do.
+    pub(crate) fn step(&mut self, memory: &dyn Memory) -> Option<Finished> {
+        let job = self.transfer.job;
+        if let Some(kernel) = &mut self.kernel {
+            return kernel.step(memory, job);
+        }
+        Some(Finished::moved(job, carry_out(memory, &self.transfer.work)))
+    }
+
+    fn done(&self) -> u64 {
+        self.kernel.as_ref().map_or(0, |kernel| kernel.done())
+    }
+}
+
+/// A copy, fill or flush at once.
+pub(crate) fn carry_out(memory: &dyn Memory, work: &Work) -> Result<u64, CopyError> {
+    match work {
+        Work::Copy { src, dst, route } => copy_segments(memory, dst, src, *route),
+        Work::Fill { dst, pattern } => fill_segments(memory, dst, *pattern),
+        Work::Flush | Work::Kernel { .. } => Ok(0),
+    }
+}
+
+enum Phase {
+    Waiting(Move),
+    Moving,
+    Moved(Finished),
+}
+
+struct Job {
+    id: JobId,
+    initiator: EndpointId,
+    due: Duration,
+    flush: bool,
+    aborted: bool,
+    /// Whose registers hear of the end.
+    kernel: Option<KernelOf>,
+    phase: Phase,
+}
+
+/// The context that a kernel belongs to.
+pub(crate) type KernelOf = (EndpointId, iommu_addr::DomainId);
+
+/// An end, and the kernel that it is the end of.
+pub(crate) struct End {
+    pub(crate) finished: Finished,
+    pub(crate) kernel: Option<KernelOf>,
+}
+
+#[derive(Default)]
+pub(crate) struct Agenda {
+    jobs: BTreeMap<Seq, Job>,
+    due: BTreeSet<(Duration, Seq)>,
+    /// Waiting transfers in the order in which they get their turn.
+    turns: VecDeque<Seq>,
+    next: Seq,
+}
+
+impl Agenda {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.jobs.is_empty()
+    }
+
+    /// Takes a transfer that may not end before `due`.
+    pub(crate) fn add(&mut self, moving: Move, due: Duration) {
+        let Move { transfer, kernel } = &moving;
+        let kernel = kernel.is_some().then_some((transfer.initiator, transfer.domain));
+        let (id, initiator) = (transfer.job, transfer.initiator);
+        let job = Job { id, initiator, due, flush: false, aborted: false, kernel, phase: Phase::Waiting(moving) };
+        let seq = self.insert(job);
+        self.turns.push_back(seq);
+    }
+
+    /// Takes a flush, which ends `latency` after everything that its initiator has out; `None` if that is nothing.
+    pub(crate) fn add_flush(
+        &mut self,
+        id: JobId,
+        initiator: EndpointId,
+        now: Duration,
+        latency: Duration,
+    ) -> Option<()> {
+        let last = self.jobs.values().filter(|job| job.initiator == initiator).map(|job| job.due).max();
+        if last.is_none() && latency.is_zero() {
+            return None;
+        }
+        let due = last.unwrap_or(now).max(now).saturating_add(latency);
+        let moved = Phase::Moved(Finished::moved(id, Ok(0)));
+        self.insert(Job { id, initiator, due, flush: true, aborted: false, kernel: None, phase: moved });
+        Some(())
+    }
+
+    fn insert(&mut self, job: Job) -> Seq {
+        let seq = self.next;
+        self.next += 1;
+        self.due.insert((job.due, seq));
+        self.jobs.insert(seq, job);
+        seq
+    }
+
+    /// The next transfer whose bytes are to be moved. It comes back through [`Agenda::put_back`].
+    pub(crate) fn take(&mut self) -> Option<(Seq, Move)> {
+        while let Some(seq) = self.turns.pop_front() {
+            if let Some(moving) = self.take_one(seq) {
+                return Some((seq, moving));
+            }
+        }
+        None
+    }
+
+    /// As [`Agenda::take`], but only what is due.
+    pub(crate) fn take_due(&mut self, now: Duration) -> Option<(Seq, Move)> {
+        let mut due = self.due.range(..=(now, Seq::MAX)).map(|&(_, seq)| seq);
+        let seq = due.find(|seq| matches!(self.jobs.get(seq), Some(Job { phase: Phase::Waiting(_), .. })))?;
+        self.turns.retain(|turn| *turn != seq);
+        Some((seq, self.take_one(seq)?))
+    }
+
+    fn take_one(&mut self, seq: Seq) -> Option<Move> {
+        let job = self.jobs.get_mut(&seq)?;
+        match std::mem::replace(&mut job.phase, Phase::Moving) {
+            Phase::Waiting(moving) => Some(moving),
+            other => {
+                job.phase = other;
+                None
+            }
+        }
+    }
+
+    /// The bytes stand still again; `end` if all are moved. Answers the end of a transfer that was given up meanwhile.
+    pub(crate) fn put_back(&mut self, seq: Seq, moving: Move, end: Option<Finished>) -> Option<End> {
+        let job = self.jobs.get_mut(&seq)?;
+        if job.aborted {
+            let bytes = end.map_or(moving.done(), |end| end.bytes);
+            return self.end(seq, |id| aborted(id, bytes));
+        }
+        match end {
+            Some(end) => job.phase = Phase::Moved(end),
+            None => {
+                job.phase = Phase::Waiting(moving);
+                self.turns.push_back(seq);
+            }
+        }
+        None
+    }
+
+    /// Ends what is moved and due.
+    pub(crate) fn settle(&mut self, now: Duration) -> SmallVec<[End; 4]> {
+        let due: SmallVec<[Seq; 16]> = self.due.range(..=(now, Seq::MAX)).map(|&(_, seq)| seq).collect();
+        due.into_iter().filter_map(|seq| self.end_moved(seq)).collect()
+    }
+
+    fn end_moved(&mut self, seq: Seq) -> Option<End> {
+        let job = self.jobs.get(&seq)?;
+        let Phase::Moved(finished) = &job.phase else { return None };
+        if job.flush && self.jobs.range(..seq).any(|(_, earlier)| earlier.initiator == job.initiator) {
+            return None;
+        }
+        let finished = finished.clone();
+        self.end(seq, |_| finished)
+    }
+
+    /// When the next transfer is due that is not yet.
+    pub(crate) fn next_due(&self, now: Duration) -> Option<Duration> {
+        self.due.range((now, Seq::MAX)..).map(|&(due, _)| due).find(|due| *due > now)
+    }
+
+    /// Gives up one transfer. Its end comes from here, or from [`Agenda::put_back`] if its bytes are being moved.
+    pub(crate) fn abort(&mut self, id: JobId) -> Option<End> {
+        let seq = self.jobs.iter().find(|(_, job)| job.id == id).map(|(seq, _)| *seq)?;
+        self.abort_one(seq)
+    }
+
+    /// Gives up every transfer.
+    pub(crate) fn abort_all(&mut self) -> Vec<End> {
+        let all: Vec<Seq> = self.jobs.keys().copied().collect();
+        all.into_iter().filter_map(|seq| self.abort_one(seq)).collect()
+    }
+
+    fn abort_one(&mut self, seq: Seq) -> Option<End> {
+        let job = self.jobs.get_mut(&seq)?;
+        let bytes = match &job.phase {
+            Phase::Moving => {
+                job.aborted = true;
+                return None;
+            }
+            Phase::Waiting(moving) => moving.done(),
+            Phase::Moved(end) => end.bytes,
+        };
+        self.turns.retain(|turn| *turn != seq);
+        self.end(seq, |id| aborted(id, bytes))
+    }
+
+    fn end(&mut self, seq: Seq, finished: impl FnOnce(JobId) -> Finished) -> Option<End> {
+        let job = self.jobs.remove(&seq)?;
+        self.due.remove(&(job.due, seq));
+        Some(End { finished: finished(job.id), kernel: job.kernel })
+    }
+}
+
+fn aborted(job: JobId, bytes: u64) -> Finished {
+    Finished { job, bytes, result: Err(EngineError::Aborted), raised: false }
+}

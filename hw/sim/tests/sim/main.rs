@@ -1,0 +1,5 @@
+//! The simulated engine from outside.
+#![allow(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod common;
+mod conformance;
