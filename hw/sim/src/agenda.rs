@@ -194,10 +194,11 @@ impl Agenda {
         self.abort_one(seq)
     }
 
-    /// Gives up every transfer.
-    pub(crate) fn abort_all(&mut self) -> Vec<End> {
-        let all: Vec<Seq> = self.jobs.keys().copied().collect();
-        all.into_iter().filter_map(|seq| self.abort_one(seq)).collect()
+    /// Gives up the transfers that are due after `horizon`, and kernels too if those are to end.
+    pub(crate) fn abort_late(&mut self, horizon: Duration, kernels: bool) -> Vec<End> {
+        let late = self.jobs.iter().filter(|(_, job)| job.due > horizon || (kernels && job.kernel.is_some()));
+        let late: Vec<Seq> = late.map(|(seq, _)| *seq).collect();
+        late.into_iter().filter_map(|seq| self.abort_one(seq)).collect()
     }
 
     fn abort_one(&mut self, seq: Seq) -> Option<End> {

@@ -146,7 +146,8 @@ impl DmaEngine for SimEngine {
         self.core.abort(job);
     }
 
-    /// Gives what is out a second to end by itself; with a manual clock none.
+    /// Waits for what is due within a second, and gives up the rest at once; kernels get that second. With a manual clock, all that is not
+    /// due now is given up.
     fn quiesce(&self, out: &mut Vec<Finished>) {
         self.core.quiesce(out);
     }

@@ -110,7 +110,7 @@ pub(crate) struct Registers {
 struct Held {
     /// Made by a store. The device bounds the number of domains, so their number is bounded too.
     contexts: HashMap<(EndpointId, DomainId), Context>,
-    /// At most an `Initiated` and an `Interrupt` for each START, and no START while one is out.
+    /// An `Initiated` and an `Interrupt` for each START at most. Whoever submitted the START is told to ask for them.
     raised: VecDeque<Raised>,
 }
 

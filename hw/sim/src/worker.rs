@@ -17,7 +17,7 @@ use crate::fabric::Fabric;
 use crate::registers::Registers;
 use crate::{Clock, ConfigError, SimConfig, SimEndpoint, ThreadHook};
 
-/// How long `quiesce` lets transfers end by themselves.
+/// How far ahead an end may be for `quiesce` to wait for it.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// What changes under the lock.
@@ -157,24 +157,23 @@ impl Core {
     }
 
     pub(crate) fn quiesce(&self, out: &mut Vec<Finished>) {
-        let start = self.clock.now();
-        let patience = if self.clock.is_manual() { Duration::ZERO } else { GRACE };
+        let manual = self.clock.is_manual();
+        let horizon = self.clock.now().saturating_add(if manual { Duration::ZERO } else { GRACE });
         let mut inner = self.inner();
         loop {
             let now = self.clock.now();
-            self.settle(&mut inner, now);
-            let left = patience.saturating_sub(now.saturating_sub(start));
-            if left.is_zero() {
-                let ends = inner.agenda.abort_all();
-                self.report(&mut inner, ends);
+            if manual {
+                self.move_due(&mut inner, now);
             }
+            self.settle(&mut inner, now);
+            let ends = inner.agenda.abort_late(horizon, now >= horizon);
+            self.report(&mut inner, ends);
             if inner.agenda.is_empty() {
                 break self.hand_over(&mut inner, out);
             }
             // What is being moved is waited for, however long that takes.
-            let due = inner.agenda.next_due(now).map_or(GRACE, |due| due.saturating_sub(now));
-            let most = if left.is_zero() { GRACE } else { due.min(left) };
-            inner = self.changed.wait_timeout(inner, most).unwrap_or_else(PoisonError::into_inner).0;
+            let next = inner.agenda.next_due(now).map_or(GRACE, |due| due.saturating_sub(now));
+            inner = self.changed.wait_timeout(inner, next.min(GRACE)).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

@@ -3,3 +3,6 @@
 
 mod common;
 mod conformance;
+mod fpga;
+mod threads;
+mod timing;
