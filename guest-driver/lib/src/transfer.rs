@@ -10,7 +10,7 @@ use iommu_addr::Access;
 use peergate_uapi::Work;
 use vdev_wire::{PathReason, TransferPath};
 
-use crate::{Buffer, Error, HostBuffer, Moved, Outcome, Stream, Ticket};
+use crate::{Error, HostBuffer, Moved, Outcome, Stream, Ticket};
 
 /// Bytes of one piece of a long copy.
 const PIECE: u64 = 4 << 20;
@@ -135,18 +135,17 @@ impl Flight {
     }
 }
 
-/// Reads `len` bytes from `from` into `buffer` through host memory. Blocks until all are there.
+/// Reads `len` bytes from `from` to address `destination` through host memory. Blocks until all are there.
 ///
 /// # Errors
-/// [`Error::Bounds`] beyond the buffer, [`Error::System`] if `from` fails or ends early, else as [`copy_all`].
+/// [`Error::System`] if `from` fails or ends early, else as [`copy_all`].
 pub fn upload(
     stream: &Stream,
-    buffer: &Buffer,
+    destination: u64,
     from: &mut dyn Read,
     len: u64,
     progress: Progress<'_>,
 ) -> Result<Moved, Error> {
-    buffer.at(0, len)?;
     let started = Instant::now();
     let stages = stages(stream, len, Access::READ)?;
     let mut bytes = vec![0; usize::try_from(STAGE).unwrap_or(usize::MAX)];
@@ -164,7 +163,7 @@ pub fn upload(
         let read =
             from.read_exact(piece).map_err(|source| Error::System { call: "Reading the bytes to upload", source });
         read.and_then(|()| stage.write_at(0, piece)).map_err(|error| flight.settle(error))?;
-        flight.launch(stream.copy(offset(buffer.iova(), at), stage.iova(), piece.len() as u64))?;
+        flight.launch(stream.copy(offset(destination, at), stage.iova(), piece.len() as u64))?;
         at += piece.len() as u64;
     }
     while !flight.is_empty() {
@@ -173,18 +172,17 @@ pub fn upload(
     Ok(flight.moved(started))
 }
 
-/// Writes the first `len` bytes of `buffer` to `to` through host memory. Blocks until all are written.
+/// Writes `len` bytes from address `source` on to `to`, through host memory. Blocks until all are written.
 ///
 /// # Errors
-/// [`Error::Bounds`] beyond the buffer, [`Error::System`] if `to` fails, else as [`copy_all`].
+/// [`Error::System`] if `to` fails, else as [`copy_all`].
 pub fn download(
     stream: &Stream,
-    buffer: &Buffer,
+    source: u64,
     to: &mut dyn Write,
     len: u64,
     progress: Progress<'_>,
 ) -> Result<Moved, Error> {
-    buffer.at(0, len)?;
     let started = Instant::now();
     let stages = stages(stream, len, Access::WRITE)?;
     let mut bytes = vec![0; usize::try_from(STAGE).unwrap_or(usize::MAX)];
@@ -196,7 +194,7 @@ pub fn download(
         while asked < len && !flight.is_full() {
             let Some(stage) = next.next() else { break };
             let piece = STAGE.min(len - asked);
-            flight.launch(stream.copy(stage.iova(), offset(buffer.iova(), asked), piece))?;
+            flight.launch(stream.copy(stage.iova(), offset(source, asked), piece))?;
             asked += piece;
         }
         flight.land()?;

@@ -1,0 +1,233 @@
+//! What must be refused: addresses, rights, handles, lengths.
+//!
+//! Not here: refusals between processes ([`super::isolation`]) and of registers ([`super::registers`]).
+
+use anyhow::Result;
+use peergate_guest::{Access, Buffer, FaultReason, HostBuffer, Session, Status, Stream, download};
+
+use super::witness::{Refusal, ends_with, fault, refused, status_of};
+use super::{Bench, Case, Row};
+use crate::pattern::Compare;
+
+const PAGE: u64 = 4096;
+
+pub(super) const CASES: &[(&str, Case)] = &[
+    ("unmapped-read", unmapped_read),
+    ("unmapped-write", unmapped_write),
+    ("write-to-read-only", write_to_read_only),
+    ("read-of-write-only", read_of_write_only),
+    ("write-to-read-only-buffer", write_to_read_only_buffer),
+    ("past-the-end", past_the_end),
+    ("peer-right-missing", peer_right_missing),
+    ("peer-right-one-way", peer_right_one_way),
+    ("peer-read-only", peer_read_only),
+    ("peer-right-withdrawn", peer_right_withdrawn),
+    ("peer-right-twice", peer_right_twice),
+    ("freed-handle", freed_handle),
+    ("freed-address", freed_address),
+    ("zero-length", zero_length),
+    ("length-overflow", length_overflow),
+];
+
+/// Host memory and GPU memory, and a stream on which the GPU acts.
+struct Scene {
+    session: Session,
+    gpu: u32,
+    stream: Stream,
+    host: HostBuffer,
+    memory: Buffer,
+}
+
+impl Scene {
+    fn new(bench: &Bench<'_>) -> Result<Self> {
+        Self::with(bench, Access::RW)
+    }
+
+    /// With host memory that endpoints may use as `access` says.
+    fn with(bench: &Bench<'_>, access: Access) -> Result<Self> {
+        let session = bench.session()?;
+        let gpu = bench.gpu.number;
+        let host = session.map(PAGE, access)?;
+        let memory = session.alloc(gpu, PAGE, Access::RW)?;
+        let stream = session.stream().by(gpu);
+        Ok(Self { session, gpu, stream, host, memory })
+    }
+
+    /// The first address behind everything that is mapped.
+    fn hole(&self) -> u64 {
+        (self.host.iova() + self.host.len()).max(self.memory.iova() + self.memory.len())
+    }
+
+    fn refusal(&self, reason: FaultReason, address: u64, access: Access) -> Refusal {
+        Refusal { status: Status::Fault, reason, address, access, accessor: self.gpu }
+    }
+}
+
+fn unmapped_read(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::new(bench)?;
+    let expected = scene.refusal(FaultReason::Mapping, scene.hole(), Access::READ);
+    let work = scene.stream.copy_work(scene.memory.iova(), scene.hole(), 64);
+    Ok(vec![refused(name, &scene.session, work, &expected)?])
+}
+
+fn unmapped_write(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::new(bench)?;
+    let expected = scene.refusal(FaultReason::Mapping, scene.hole(), Access::WRITE);
+    let work = scene.stream.fill_work(scene.hole(), 1, 64);
+    Ok(vec![refused(name, &scene.session, work, &expected)?])
+}
+
+fn write_to_read_only(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::with(bench, Access::READ)?;
+    let expected = scene.refusal(FaultReason::Permission, scene.host.iova(), Access::WRITE);
+    let work = scene.stream.copy_work(scene.host.iova(), scene.memory.iova(), 64);
+    Ok(vec![refused(name, &scene.session, work, &expected)?])
+}
+
+fn read_of_write_only(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::with(bench, Access::WRITE)?;
+    let expected = scene.refusal(FaultReason::Permission, scene.host.iova() + 8, Access::READ);
+    let work = scene.stream.copy_work(scene.memory.iova(), scene.host.iova() + 8, 64);
+    Ok(vec![refused(name, &scene.session, work, &expected)?])
+}
+
+fn write_to_read_only_buffer(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::new(bench)?;
+    let buffer = scene.session.alloc(scene.gpu, PAGE, Access::READ)?;
+    let expected = scene.refusal(FaultReason::Permission, buffer.iova(), Access::WRITE);
+    let work = scene.stream.fill_work(buffer.iova(), 1, 8);
+    Ok(vec![refused(name, &scene.session, work, &expected)?])
+}
+
+/// One byte too many: refused at exactly that byte; nothing is written, neither before it nor into the memory of another process.
+fn past_the_end(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let (before, after) = (Scene::new(bench)?, bench.session()?);
+    let session = bench.session()?;
+    let gpu = bench.gpu.number;
+    // The only mapping of its address space, so that nothing is mapped behind it.
+    let buffer = session.alloc(gpu, PAGE, Access::RW)?;
+    let behind = after.alloc(gpu, PAGE, Access::RW)?;
+    let end = buffer.iova() + buffer.len();
+    let expected = Refusal {
+        status: Status::Fault,
+        reason: FaultReason::Mapping,
+        address: end,
+        access: Access::WRITE,
+        accessor: gpu,
+    };
+    let stream = session.stream().by(gpu);
+    let refused = refused(name, &session, stream.fill_work(buffer.iova(), u64::MAX, buffer.len() + 1), &expected)?;
+    let mut written = Vec::new();
+    for (whose, session, buffer) in [
+        ("the buffer itself", &session, &buffer),
+        ("an older process", &before.session, &before.memory),
+        ("a younger process", &after, &behind),
+    ] {
+        let mut compare = Compare::new(std::io::repeat(0));
+        download(&session.stream(), buffer.iova(), &mut compare, buffer.len(), &mut |_| {})?;
+        written.extend(compare.first_difference().map(|at| format!("byte {at} of {whose}")));
+    }
+    let got = if written.is_empty() { "nothing".to_owned() } else { written.join(", ") };
+    Ok(vec![refused, Row::new(&format!("{name}/written"), "nothing", got)])
+}
+
+/// GPU and FPGA memory without any right between them.
+struct Peers {
+    session: Session,
+    gpu: u32,
+    fpga: u32,
+    on_gpu: Buffer,
+    on_fpga: Buffer,
+}
+
+impl Peers {
+    fn new(bench: &Bench<'_>) -> Result<Self> {
+        let session = bench.session()?;
+        let (gpu, fpga) = (bench.gpu.number, bench.fpga.number);
+        let on_gpu = session.alloc(gpu, PAGE, Access::RW)?;
+        let on_fpga = session.alloc(fpga, PAGE, Access::RW)?;
+        Ok(Self { session, gpu, fpga, on_gpu, on_fpga })
+    }
+
+    /// The GPU writes to the FPGA, and must not.
+    fn gpu_denied(&self, name: &str) -> Result<Row> {
+        let address = self.on_fpga.iova() + 64;
+        let work = self.session.stream().by(self.gpu).copy_work(address, self.on_gpu.iova(), 64);
+        refused(name, &self.session, work, &denied(address, Access::WRITE, self.gpu))
+    }
+}
+
+fn denied(address: u64, access: Access, accessor: u32) -> Refusal {
+    Refusal { status: Status::Denied, reason: FaultReason::Peer, address, access, accessor }
+}
+
+fn peer_right_missing(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    Ok(vec![Peers::new(bench)?.gpu_denied(name)?])
+}
+
+fn peer_right_one_way(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let peers = Peers::new(bench)?;
+    peers.session.peer_enable(peers.gpu, peers.fpga, Access::RW)?;
+    let address = peers.on_gpu.iova();
+    let work = peers.session.stream().by(peers.fpga).copy_work(address, peers.on_fpga.iova(), 64);
+    Ok(vec![refused(name, &peers.session, work, &denied(address, Access::WRITE, peers.fpga))?])
+}
+
+fn peer_read_only(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let peers = Peers::new(bench)?;
+    peers.session.peer_enable(peers.gpu, peers.fpga, Access::READ)?;
+    let stream = peers.session.stream().by(peers.gpu);
+    stream.copy(peers.on_gpu.iova(), peers.on_fpga.iova(), 64)?.wait()?;
+    Ok(vec![peers.gpu_denied(name)?])
+}
+
+fn peer_right_withdrawn(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let peers = Peers::new(bench)?;
+    peers.session.peer_enable(peers.gpu, peers.fpga, Access::RW)?;
+    let stream = peers.session.stream().by(peers.gpu);
+    stream.copy(peers.on_fpga.iova(), peers.on_gpu.iova(), 64)?.wait()?;
+    peers.session.peer_disable(peers.gpu, peers.fpga, Access::WRITE)?;
+    Ok(vec![peers.gpu_denied(name)?])
+}
+
+fn peer_right_twice(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let peers = Peers::new(bench)?;
+    peers.session.peer_enable(peers.gpu, peers.fpga, Access::RW)?;
+    let got = status_of(peers.session.peer_enable(peers.gpu, peers.fpga, Access::READ))?;
+    Ok(vec![Row::new(name, Status::Already.name(), got)])
+}
+
+fn freed_handle(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::new(bench)?;
+    let buffer = scene.session.alloc(scene.gpu, PAGE, Access::RW)?;
+    let handle = buffer.handle();
+    buffer.free()?;
+    let got = status_of(scene.session.channel().free(handle))?;
+    let event = fault(&scene.session, |notice| notice.value == handle)?;
+    let reason = event.and_then(|event| event.reason).map_or("none", FaultReason::name);
+    let words = |status: &str, reason: &str| format!("FREE answers {status}; event: {reason} with the handle");
+    Ok(vec![Row::new(name, words(Status::Stale.name(), FaultReason::Stale.name()), words(got, reason))])
+}
+
+fn freed_address(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::new(bench)?;
+    let buffer = scene.session.alloc(scene.gpu, PAGE, Access::RW)?;
+    let address = buffer.iova();
+    scene.stream.copy(address, scene.host.iova(), 64)?.wait()?;
+    buffer.free()?;
+    let work = scene.stream.copy_work(address, scene.host.iova(), 64);
+    let expected = scene.refusal(FaultReason::Mapping, address, Access::WRITE);
+    Ok(vec![refused(name, &scene.session, work, &expected)?])
+}
+
+fn zero_length(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::new(bench)?;
+    let work = scene.stream.copy_work(scene.memory.iova(), scene.host.iova(), 0);
+    Ok(vec![ends_with(name, &scene.session, work, Status::Inval)?])
+}
+
+fn length_overflow(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let scene = Scene::new(bench)?;
+    let work = scene.stream.copy_work(scene.memory.iova(), scene.host.iova(), u64::MAX);
+    Ok(vec![ends_with(name, &scene.session, work, Status::Range)?])
+}
