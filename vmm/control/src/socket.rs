@@ -6,11 +6,12 @@ use std::fs::{self, Metadata};
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, fchmod};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// Longest path of a socket in bytes.
 const MAX_PATH: usize = 107;
@@ -125,11 +126,19 @@ fn remove_stale(path: &Path) -> Result<(), ListenError> {
         }
         Ok(_) => {}
     }
-    match UnixStream::connect(path) {
-        Err(error) if error.kind() == ErrorKind::ConnectionRefused => fs::remove_file(path).map_err(failed),
-        Err(error) => Err(failed(error)),
-        Ok(_) => Err(ListenError::InUse { path: path.to_owned() }),
+    match probe(path) {
+        Err(Errno::CONNREFUSED) => fs::remove_file(path).map_err(failed),
+        // A listener whose queue is full is one, too.
+        Ok(()) | Err(Errno::AGAIN) => Err(ListenError::InUse { path: path.to_owned() }),
+        Err(error) => Err(failed(error.into())),
     }
+}
+
+/// Connects and hangs up, without waiting.
+fn probe(path: &Path) -> Result<(), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)
 }
 
 #[cfg(test)]
@@ -152,7 +161,10 @@ mod tests {
         let path = dir.path().join("s.sock");
         drop(UnixListener::bind(&path).unwrap());
         let served = listen(&path, 0o600).unwrap();
-        assert!(matches!(listen(&path, 0o600), Err(ListenError::InUse { .. })));
+        // More connections than may wait: the last probe finds the queue full.
+        for _ in 0..BACKLOG + 4 {
+            assert!(matches!(listen(&path, 0o600), Err(ListenError::InUse { .. })));
+        }
         drop(served);
     }
 
