@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// Nobody listens there.
-    #[error("Cannot reach peergated at {}; is it running, and is that its control socket?", path.display())]
+    #[error("Cannot reach peergated at {}; check that it runs and that this is its control socket", path.display())]
     Connect {
         /// The socket.
         path: PathBuf,

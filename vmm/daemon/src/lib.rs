@@ -1,1 +1,5 @@
-//! Stub.
+//! `peergated` and `peergate`: configuration, supervisor, worker, and the operator's commands.
+#![forbid(unsafe_code)]
+
+pub mod cli;
+pub mod config;

@@ -1,0 +1,347 @@
+//! Answers of the daemon as text: aligned columns, quantities in units.
+//!
+//! Not here: JSON, which is the answer itself.
+
+use std::fmt::Write;
+
+use vmm_control::{EndpointsReply, FaultsReply, Party, StatusReply, TenantState, TenantsReply};
+
+use crate::config::quantity::{rate, size, time};
+
+/// Rows under a heading, columns aligned; a column whose heading begins with `>` is aligned to the right.
+fn table(headings: &[&str], rows: &[Vec<String>]) -> String {
+    let (names, right): (Vec<_>, Vec<_>) =
+        headings.iter().map(|heading| (heading.trim_start_matches('>'), heading.starts_with('>'))).unzip();
+    let heading: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+    let widths: Vec<usize> = (0..names.len())
+        .map(|column| {
+            let cells = [&heading].into_iter().chain(rows).filter_map(|row| row.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        })
+        .collect();
+    let mut text = String::new();
+    for row in [&heading].into_iter().chain(rows) {
+        let cells =
+            row.iter().zip(&widths).zip(&right).map(|((cell, width), right)| {
+                if *right { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
+            });
+        let line = cells.collect::<Vec<_>>().join("  ");
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+/// Bytes, about.
+#[allow(clippy::cast_precision_loss, reason = "shown with one digit after the point")]
+fn about(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    for unit in ["B", "KiB", "MiB", "GiB", "TiB"] {
+        if value < 1024.0 {
+            return if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") };
+        }
+        value /= 1024.0;
+    }
+    format!("{value:.1} PiB")
+}
+
+fn duration(millis: u64) -> String {
+    let seconds = millis / 1000;
+    match (seconds / 86_400, seconds / 3600 % 24, seconds / 60 % 60, seconds % 60) {
+        (0, 0, 0, s) => format!("{s} s"),
+        (0, 0, m, s) => format!("{m} min {s} s"),
+        (0, h, m, _) => format!("{h} h {m} min"),
+        (d, h, ..) => format!("{d} d {h} h"),
+    }
+}
+
+/// A moment in UTC, as of RFC 3339.
+fn moment(nanoseconds: u64) -> String {
+    let (seconds, millis) = (nanoseconds / 1_000_000_000, nanoseconds / 1_000_000 % 1000);
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years counted from March, in eras of 400 years, so that the leap day is the last of its year.
+    let shifted = days + 719_468;
+    let (era, day) = (shifted / 146_097, shifted % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let date = day - (153 * month + 2) / 5 + 1;
+    let (month, carry) = if month < 10 { (month + 3, 0) } else { (month - 9, 1) };
+    let year = era * 400 + year + carry;
+    format!(
+        "{year:04}-{month:02}-{date:02}T{:02}:{:02}:{:02}.{millis:03}Z",
+        second / 3600,
+        second / 60 % 60,
+        second % 60
+    )
+}
+
+/// `peergate status`.
+pub(crate) fn status(reply: &StatusReply) -> String {
+    let daemon = &reply.daemon;
+    let mut text = format!(
+        "peergated {}, pid {}, up {}, seccomp {}, sockets in {}\n\n",
+        daemon.version,
+        daemon.pid,
+        duration(daemon.uptime_ms),
+        daemon.seccomp,
+        daemon.runtime_dir.display()
+    );
+    let rows: Vec<_> = reply
+        .tenants
+        .iter()
+        .map(|tenant| {
+            let counter = |name: &str| tenant.counters.get(name).copied().unwrap_or(0);
+            vec![
+                tenant.name.clone(),
+                state(tenant.state).to_owned(),
+                tenant.session.to_string(),
+                tenant.worker_pid.map_or("-".to_owned(), |pid| pid.to_string()),
+                tenant.failures.to_string(),
+                counter("ops").to_string(),
+                about(counter("bytes_direct")),
+                about(counter("bytes_staged")),
+                about(counter("bytes_local")),
+                counter("errors").to_string(),
+                tenant.faults.to_string(),
+            ]
+        })
+        .collect();
+    text += &table(
+        &[
+            "TENANT",
+            "STATE",
+            ">SESSION",
+            ">PID",
+            ">FAILURES",
+            ">OPS",
+            ">DIRECT",
+            ">STAGED",
+            ">LOCAL",
+            ">ERRORS",
+            ">FAULTS",
+        ],
+        &rows,
+    );
+    text
+}
+
+fn state(state: TenantState) -> &'static str {
+    match state {
+        TenantState::Starting => "starting",
+        TenantState::Waiting => "waiting",
+        TenantState::Connected => "connected",
+        TenantState::Restarting => "restarting",
+    }
+}
+
+/// `peergate tenants`.
+pub(crate) fn tenants(reply: &TenantsReply) -> String {
+    let rows: Vec<_> = reply
+        .tenants
+        .iter()
+        .map(|tenant| {
+            vec![
+                tenant.name.clone(),
+                tenant.device_id.to_string(),
+                tenant.submit_queues.to_string(),
+                tenant.endpoints.to_string(),
+                size(tenant.memory),
+                tenant.unsealed_memory.clone(),
+                tenant.socket.display().to_string(),
+            ]
+        })
+        .collect();
+    table(&["TENANT", ">DEVICE ID", ">SUBMIT QUEUES", ">ENDPOINTS", ">MEMORY", "UNSEALED MEMORY", "SOCKET"], &rows)
+}
+
+/// `peergate endpoints`.
+pub(crate) fn endpoints(reply: &EndpointsReply) -> String {
+    let rows: Vec<_> = reply
+        .endpoints
+        .iter()
+        .map(|endpoint| {
+            vec![
+                endpoint.tenant.clone(),
+                endpoint.endpoint.to_string(),
+                endpoint.name.clone(),
+                endpoint.kind.clone(),
+                endpoint.device.clone(),
+                size(endpoint.memory),
+                endpoint.engines.to_string(),
+                rate(endpoint.bandwidth),
+                time(endpoint.latency_ns),
+                if endpoint.staged_to.is_empty() { "-".to_owned() } else { endpoint.staged_to.join(",") },
+            ]
+        })
+        .collect();
+    table(
+        &["TENANT", ">ID", "NAME", "KIND", "DEVICE", ">MEMORY", ">ENGINES", ">BANDWIDTH", ">LATENCY", "STAGED TO"],
+        &rows,
+    )
+}
+
+/// `peergate faults`.
+pub(crate) fn faults(reply: &FaultsReply) -> String {
+    let rows: Vec<_> = reply
+        .faults
+        .iter()
+        .map(|fault| {
+            vec![
+                moment(fault.time_ns),
+                fault.tenant.clone(),
+                party(fault.accessor.as_ref()),
+                party(fault.owner.as_ref()),
+                fault.access.clone(),
+                format!("{:#x}", fault.address),
+                fault.reason.clone(),
+                fault.status.clone(),
+                fault.session.to_string(),
+                fault.domain.to_string(),
+                fault.stream.to_string(),
+                format!("{:#x}", fault.cookie),
+            ]
+        })
+        .collect();
+    let headings = [
+        "TIME", "TENANT", "ACCESSOR", "OWNER", "ACCESS", ">ADDRESS", "REASON", "STATUS", ">SESSION", ">DOMAIN",
+        ">STREAM", ">COOKIE",
+    ];
+    let mut text = if rows.is_empty() { String::new() } else { table(&headings, &rows) + "\n" };
+    for totals in &reply.tenants {
+        let _ = write!(text, "{}: {} faults in all", totals.tenant, totals.total);
+        if totals.overwritten > 0 {
+            let _ = write!(text, ", the oldest {} are no longer kept", totals.overwritten);
+        }
+        if totals.torn > 0 {
+            let _ = write!(text, ", {} unreadable", totals.torn);
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn party(party: Option<&Party>) -> String {
+    match party {
+        None => "-".to_owned(),
+        Some(Party { name: Some(name), .. }) => name.clone(),
+        Some(Party { endpoint, name: None }) => format!("#{endpoint}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmm_control::{DaemonStatus, EndpointInfo, FaultInfo, FaultTotals, TenantStatus};
+
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned_and_lines_have_no_trailing_space() {
+        let rows = [
+            vec!["a".to_owned(), "1".to_owned(), "x".to_owned()],
+            vec!["long".to_owned(), "100".to_owned(), String::new()],
+        ];
+        assert_eq!(table(&["NAME", ">N", "END"], &rows), "NAME    N  END\na       1  x\nlong  100\n");
+    }
+
+    #[test]
+    fn moments_are_right_at_the_borders_of_the_calendar() {
+        let at = |seconds: u64| moment(seconds * 1_000_000_000);
+        assert_eq!(at(0), "1970-01-01T00:00:00.000Z");
+        assert_eq!(at(951_782_399), "2000-02-28T23:59:59.000Z");
+        assert_eq!(at(951_782_400), "2000-02-29T00:00:00.000Z");
+        assert_eq!(at(951_868_800), "2000-03-01T00:00:00.000Z");
+        assert_eq!(at(1_704_067_199), "2023-12-31T23:59:59.000Z");
+        assert_eq!(moment(4_107_542_400_123_456_789), "2100-03-01T00:00:00.123Z");
+        assert!(moment(u64::MAX).starts_with("2554-"));
+    }
+
+    #[test]
+    fn quantities_are_short() {
+        assert_eq!((about(0), about(1023), about(1536)), ("0 B".into(), "1023 B".into(), "1.5 KiB".into()));
+        assert_eq!(about(u64::MAX), "16384.0 PiB");
+        let shown = [5_000, 65_000, 7_260_000, 90_000_000_000].map(duration);
+        assert_eq!(shown, ["5 s", "1 min 5 s", "2 h 1 min", "1041 d 16 h"]);
+    }
+
+    #[test]
+    fn status_is_one_line_a_tenant() {
+        let reply = StatusReply {
+            daemon: DaemonStatus {
+                version: "0.1.0".into(),
+                pid: 42,
+                uptime_ms: 61_000,
+                runtime_dir: "/run/peergate".into(),
+                seccomp: "enforce".into(),
+            },
+            tenants: vec![TenantStatus {
+                name: "demo".into(),
+                state: TenantState::Connected,
+                session: 2,
+                worker_pid: Some(43),
+                failures: 1,
+                faults: 3,
+                counters: [("ops".to_owned(), 7), ("bytes_direct".to_owned(), 64 << 20)].into(),
+                gauges: [].into(),
+            }],
+        };
+        let expected = "\
+peergated 0.1.0, pid 42, up 1 min 1 s, seccomp enforce, sockets in /run/peergate
+
+TENANT  STATE      SESSION  PID  FAILURES  OPS    DIRECT  STAGED  LOCAL  ERRORS  FAULTS
+demo    connected        2   43         1    7  64.0 MiB     0 B    0 B       0       3
+";
+        assert_eq!(status(&reply), expected);
+    }
+
+    #[test]
+    fn faults_name_both_parties_and_say_what_is_missing() {
+        let fault = FaultInfo {
+            tenant: "demo".into(),
+            number: 9,
+            time_ns: 0,
+            session: 1,
+            domain: 2,
+            accessor: Some(Party { endpoint: 0, name: Some("gpu0".into()) }),
+            owner: Some(Party { endpoint: 7, name: None }),
+            address: 0x1000,
+            access: "write".into(),
+            reason: "PEER".into(),
+            status: "DENIED".into(),
+            stream: 3,
+            cookie: 255,
+            value: 0,
+        };
+        let totals = FaultTotals { tenant: "demo".into(), total: 2000, overwritten: 976, torn: 1 };
+        let expected = "\
+TIME                      TENANT  ACCESSOR  OWNER  ACCESS  ADDRESS  REASON  STATUS  SESSION  DOMAIN  STREAM  COOKIE
+1970-01-01T00:00:00.000Z  demo    gpu0      #7     write    0x1000  PEER    DENIED        1       2       3    0xff
+
+demo: 2000 faults in all, the oldest 976 are no longer kept, 1 unreadable
+";
+        assert_eq!(faults(&FaultsReply { tenants: vec![totals.clone()], faults: vec![fault] }), expected);
+        let none = FaultTotals { total: 0, overwritten: 0, torn: 0, ..totals };
+        assert_eq!(faults(&FaultsReply { tenants: vec![none], faults: Vec::new() }), "demo: 0 faults in all\n");
+    }
+
+    #[test]
+    fn endpoints_show_their_link() {
+        let endpoint = EndpointInfo {
+            tenant: "demo".into(),
+            endpoint: 1,
+            name: "fpga0".into(),
+            device: "f".into(),
+            kind: "fpga".into(),
+            memory: 64 << 20,
+            engines: 1,
+            bandwidth: 0,
+            latency_ns: 1500,
+            staged_to: vec!["gpu0".into()],
+        };
+        let expected = "\
+TENANT  ID  NAME   KIND  DEVICE  MEMORY  ENGINES  BANDWIDTH  LATENCY  STAGED TO
+demo     1  fpga0  fpga  f       64 MiB        1  unlimited  1500 ns  gpu0
+";
+        assert_eq!(endpoints(&EndpointsReply { endpoints: vec![endpoint] }), expected);
+    }
+}

@@ -1,0 +1,216 @@
+//! What was typed: the file's keys, each in its own type, each still optional, nothing compared with anything else yet.
+//!
+//! Not here: defaults, names that refer to each other, sums.
+
+use toml::de::DeTable;
+use vmm_broker::{EndpointKind, Limits, UnsealedMemory};
+use vmm_sandbox::Mode;
+
+use super::quantity::{RATE, SIZE, TIME};
+use super::reader::{At, ConfigError, Section, Source};
+
+/// A whole file.
+#[derive(Debug)]
+pub(crate) struct Typed {
+    pub(crate) daemon: TypedDaemon,
+    pub(crate) devices: Vec<TypedDevice>,
+    pub(crate) tenants: Vec<TypedTenant>,
+}
+
+/// `[daemon]`.
+#[derive(Debug, Default)]
+pub(crate) struct TypedDaemon {
+    pub(crate) runtime_dir: Option<At<String>>,
+    pub(crate) control: Option<At<String>>,
+    pub(crate) control_mode: Option<u32>,
+    pub(crate) socket_mode: Option<u32>,
+    pub(crate) seccomp: Option<Mode>,
+    pub(crate) core_dumps: Option<bool>,
+    pub(crate) log: Option<At<String>>,
+}
+
+/// `[[device]]`.
+#[derive(Debug)]
+pub(crate) struct TypedDevice {
+    pub(crate) line: usize,
+    pub(crate) name: At<String>,
+    pub(crate) kind: EndpointKind,
+    pub(crate) memory: At<u64>,
+    pub(crate) engines: Option<u32>,
+    pub(crate) bandwidth: Option<u64>,
+    pub(crate) latency: Option<At<u64>>,
+}
+
+/// `[[tenant]]`.
+#[derive(Debug)]
+pub(crate) struct TypedTenant {
+    pub(crate) line: usize,
+    pub(crate) name: At<String>,
+    pub(crate) socket: Option<At<String>>,
+    pub(crate) socket_mode: Option<u32>,
+    pub(crate) device_id: Option<u32>,
+    pub(crate) submit_queues: Option<u32>,
+    pub(crate) unsealed_memory: Option<UnsealedMemory>,
+    pub(crate) limits: Option<At<Limits>>,
+    pub(crate) slices: Vec<TypedSlice>,
+    pub(crate) reach: Vec<TypedReach>,
+}
+
+/// `[[tenant.slice]]`.
+#[derive(Debug)]
+pub(crate) struct TypedSlice {
+    pub(crate) line: usize,
+    pub(crate) device: At<String>,
+    pub(crate) memory: At<u64>,
+    pub(crate) name: Option<At<String>>,
+}
+
+/// One entry of `reach`.
+#[derive(Debug)]
+pub(crate) struct TypedReach {
+    pub(crate) line: usize,
+    pub(crate) from: At<String>,
+    pub(crate) to: At<String>,
+    pub(crate) staged: bool,
+}
+
+/// Reads a file's text.
+pub(crate) fn read(source: Source<'_>) -> Result<Typed, ConfigError> {
+    let table = DeTable::parse(source.text).map_err(|error| {
+        let line = error.span().map_or(1, |span| source.line(span.start));
+        source.invalid(line, format!("Not TOML: {}", error.message()))
+    })?;
+    let mut root = Section::new(source, "the file", 1, table.get_ref());
+    root.only(&["daemon", "device", "tenant"])?;
+    let daemon = root.table("daemon", "[daemon]")?.map(daemon).transpose()?.unwrap_or_default();
+    let devices = root.tables("device", "[[device]]")?.into_iter().map(device).collect::<Result<_, _>>()?;
+    let tenants = root.tables("tenant", "[[tenant]]")?.into_iter().map(tenant).collect::<Result<_, _>>()?;
+    Ok(Typed { daemon, devices, tenants })
+}
+
+fn daemon(mut section: Section<'_>) -> Result<TypedDaemon, ConfigError> {
+    section.only(&["runtime_dir", "control", "control_mode", "socket_mode", "seccomp", "core_dumps", "log"])?;
+    Ok(TypedDaemon {
+        runtime_dir: section.string("runtime_dir")?,
+        control: section.string("control")?,
+        control_mode: section.mode("control_mode")?,
+        socket_mode: section.mode("socket_mode")?,
+        seccomp: section.choice("seccomp", &Mode::ALL.map(|mode| (mode.name(), mode)))?,
+        core_dumps: section.flag("core_dumps")?,
+        log: section.string("log")?,
+    })
+}
+
+fn device(mut section: Section<'_>) -> Result<TypedDevice, ConfigError> {
+    section.only(&["name", "kind", "memory", "engines", "link"])?;
+    let name = section.string("name")?;
+    let kind = section.choice("kind", &[("gpu", EndpointKind::Gpu), ("fpga", EndpointKind::Fpga)])?;
+    let memory = section.quantity("memory", SIZE)?;
+    let engines = section.integer("engines", 1..=64)?;
+    let (bandwidth, latency) = match section.table("link", "{ bandwidth = \"16GB/s\", latency = \"1us\" }")? {
+        Some(link) => self::link(link)?,
+        None => (None, None),
+    };
+    Ok(TypedDevice {
+        line: section.line(),
+        name: section.require("name", name, "\"gpu0\"")?,
+        kind: section.require("kind", kind, "\"gpu\" or \"fpga\"")?,
+        memory: section.require("memory", memory, SIZE.example)?,
+        engines,
+        bandwidth,
+        latency,
+    })
+}
+
+fn link(mut section: Section<'_>) -> Result<(Option<u64>, Option<At<u64>>), ConfigError> {
+    section.only(&["bandwidth", "latency"])?;
+    let bandwidth = section.quantity("bandwidth", RATE)?.map(|rate| rate.value);
+    let latency = section.quantity("latency", TIME)?;
+    Ok((bandwidth, latency))
+}
+
+fn tenant(mut section: Section<'_>) -> Result<TypedTenant, ConfigError> {
+    section.only(&[
+        "name",
+        "socket",
+        "socket_mode",
+        "device_id",
+        "submit_queues",
+        "unsealed_memory",
+        "limits",
+        "slice",
+        "reach",
+    ])?;
+    let name = section.string("name")?;
+    Ok(TypedTenant {
+        line: section.line(),
+        name: section.require("name", name, "\"vm0\"")?,
+        socket: section.string("socket")?,
+        socket_mode: section.mode("socket_mode")?,
+        device_id: section.integer("device_id", 1..=65535)?,
+        submit_queues: section.integer("submit_queues", 1..=super::MAX_SUBMIT_QUEUES)?,
+        unsealed_memory: section
+            .choice("unsealed_memory", &[("warn", UnsealedMemory::Warn), ("refuse", UnsealedMemory::Refuse)])?,
+        limits: section.table("limits", "[tenant.limits]")?.map(limits).transpose()?,
+        slices: section.tables("slice", "[[tenant.slice]]")?.into_iter().map(slice).collect::<Result<_, _>>()?,
+        reach: section
+            .tables("reach", "{ from = \"gpu0\", to = \"fpga0\", path = \"staged\" }")?
+            .into_iter()
+            .map(reach)
+            .collect::<Result<_, _>>()?,
+    })
+}
+
+fn slice(mut section: Section<'_>) -> Result<TypedSlice, ConfigError> {
+    section.only(&["device", "memory", "name"])?;
+    let device = section.string("device")?;
+    let memory = section.quantity("memory", SIZE)?;
+    Ok(TypedSlice {
+        line: section.line(),
+        device: section.require("device", device, "\"gpu0\"")?,
+        memory: section.require("memory", memory, SIZE.example)?,
+        name: section.string("name")?,
+    })
+}
+
+fn reach(mut section: Section<'_>) -> Result<TypedReach, ConfigError> {
+    section.only(&["from", "to", "path"])?;
+    let from = section.string("from")?;
+    let to = section.string("to")?;
+    let staged = section.choice("path", &[("staged", true), ("direct", false)])?;
+    Ok(TypedReach {
+        line: section.line(),
+        from: section.require("from", from, "\"gpu0\"")?,
+        to: section.require("to", to, "\"fpga0\"")?,
+        staged: section.require("path", staged, "\"staged\"")?,
+    })
+}
+
+fn limits(mut section: Section<'_>) -> Result<At<Limits>, ConfigError> {
+    section.only(&[
+        "max_domains",
+        "max_mappings",
+        "max_segments",
+        "max_buffers",
+        "stream_credits",
+        "max_in_flight",
+        "max_streams",
+        "max_batch",
+        "default_timeout",
+        "max_timeout",
+    ])?;
+    const ANY: std::ops::RangeInclusive<u32> = 1..=1 << 24;
+    let limits = Limits {
+        max_domains: section.integer("max_domains", ANY)?,
+        max_mappings: section.integer("max_mappings", ANY)?,
+        max_segments: section.integer("max_segments", 1..=1 << 16)?,
+        max_buffers: section.integer("max_buffers", ANY)?,
+        stream_credits: section.integer("stream_credits", ANY)?,
+        max_in_flight: section.integer("max_in_flight", ANY)?,
+        max_streams: section.integer("max_streams", ANY)?,
+        max_batch: section.integer("max_batch", 1..=1 << 12)?.and_then(|batch| u16::try_from(batch).ok()),
+        default_timeout_ms: section.millis("default_timeout")?,
+        max_timeout_ms: section.millis("max_timeout")?,
+    };
+    Ok(At { value: limits, line: section.line() })
+}
