@@ -1,0 +1,266 @@
+//! The device: what it is made of, its queues, its timekeeper, its end.
+//!
+//! Not here: what queues carry (`control`, `submit`, `events`), carrying work out (`run`).
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::{Duration, Instant};
+
+use hw_engine::{DmaEngine, RamMap};
+use iommu_addr::DomainId;
+use iommu_core::Iommu;
+use vdev_wire::{
+    CONFIG_MAGIC, CONTROL_QUEUE, Config, DESCRIPTOR_SIZE, EVENT_QUEUE, FIRST_SUBMIT_QUEUE, MapSegment,
+    SUBMIT_HEADER_SIZE, VERSION,
+};
+use zerocopy::{FromZeros, IntoBytes};
+
+use crate::Ring;
+use crate::buffers::Buffers;
+use crate::control::ControlState;
+use crate::domain::Domain;
+use crate::events::Events;
+use crate::flight::Flights;
+use crate::limiter::Limiter;
+use crate::observer::{Gauge, Observer};
+use crate::op::Credits;
+use crate::port::Port;
+use crate::run::List;
+use crate::spec::{DeviceSpec, SpecError, millis};
+use crate::submit::Submission;
+use crate::sync::lock;
+use crate::turn::Turn;
+
+/// Longest answer to a read of configuration space.
+const MAX_CONFIG_READ: u32 = 4096;
+
+/// One virtual P2P DMA device. See the crate's documentation for how its methods are to be called.
+pub struct Device {
+    pub(crate) me: Weak<Self>,
+    pub(crate) spec: DeviceSpec,
+    pub(crate) engine: Arc<dyn DmaEngine>,
+    pub(crate) ram: Arc<dyn RamMap>,
+    pub(crate) observer: Arc<dyn Observer>,
+    pub(crate) iommu: Iommu,
+    pub(crate) max_transfer: u64,
+    pub(crate) max_timeout_ms: u32,
+    pub(crate) max_streams: usize,
+    pub(crate) stream_credits: usize,
+    /// Bytes of the longest valid submission.
+    pub(crate) max_submission: usize,
+    /// Bytes of the longest valid control request.
+    pub(crate) max_request: usize,
+    /// A driver has said HELLO.
+    pub(crate) greeted: AtomicBool,
+    down: AtomicBool,
+    pub(crate) domains: Mutex<BTreeMap<DomainId, Arc<Domain>>>,
+    pub(crate) serials: AtomicU64,
+    pub(crate) buffers: Mutex<Buffers>,
+    pub(crate) events: Events,
+    pub(crate) credits: Arc<Credits>,
+    pub(crate) flights: Flights,
+    pub(crate) ready: List,
+    pub(crate) starved: List,
+    pub(crate) limiter: Limiter,
+    queues: Box<[Queue]>,
+    pub(crate) timekeeper: Mutex<Turn>,
+    wake: OnceLock<Arc<dyn Fn() + Send + Sync>>,
+}
+
+/// One queue of the device: its ring while there is one, and its thread's state.
+struct Queue {
+    port: Mutex<Option<Arc<Port>>>,
+    state: Mutex<QueueState>,
+}
+
+enum QueueState {
+    Control(ControlState),
+    Event,
+    Submission(Submission),
+}
+
+impl Device {
+    /// A device without driver.
+    ///
+    /// # Errors
+    /// See [`SpecError`].
+    pub fn new(
+        spec: DeviceSpec,
+        engine: Arc<dyn DmaEngine>,
+        ram: Arc<dyn RamMap>,
+        observer: Arc<dyn Observer>,
+    ) -> Result<Arc<Self>, SpecError> {
+        spec.check()?;
+        let limits = spec.limits.clone();
+        let iommu_limits = iommu_core::Limits {
+            domains: limits.max_domains,
+            mappings: limits.max_mappings,
+            segments: limits.max_total_segments,
+            pieces: limits.max_total_segments,
+            iova: limits.iova,
+        };
+        let endpoints = spec.endpoints.iter().map(|endpoint| endpoint.id);
+        let iommu = Iommu::new(iommu_limits, endpoints).map_err(|source| SpecError::Iommu { source })?;
+        let usize_of = |count: u32| usize::try_from(count).unwrap_or(usize::MAX);
+        let batch = usize::from(limits.max_batch).saturating_mul(DESCRIPTOR_SIZE);
+        let segments = usize_of(limits.max_segments).saturating_mul(size_of::<MapSegment>());
+        let now = Instant::now();
+        let queues = (0..spec.submit_queues.saturating_add(FIRST_SUBMIT_QUEUE)).map(Queue::new).collect();
+        let device = Arc::new_cyclic(|me: &Weak<Self>| Self {
+            me: me.clone(),
+            max_transfer: (engine.caps().max_transfer & !7).max(8),
+            max_timeout_ms: millis(limits.max_timeout),
+            max_streams: usize_of(limits.max_streams),
+            stream_credits: usize_of(limits.stream_credits),
+            max_submission: batch.saturating_add(SUBMIT_HEADER_SIZE),
+            max_request: segments.saturating_add(64),
+            greeted: AtomicBool::new(false),
+            down: AtomicBool::new(false),
+            domains: Mutex::default(),
+            serials: AtomicU64::new(1),
+            buffers: Mutex::new(Buffers::new(&spec.endpoints, limits.max_buffers)),
+            events: Events::new(spec.session),
+            credits: Credits::new(limits.max_in_flight),
+            flights: Flights::new(now),
+            ready: List::default(),
+            starved: List::default(),
+            limiter: Limiter::new(now),
+            queues,
+            timekeeper: Mutex::new(Turn::new()),
+            wake: OnceLock::new(),
+            spec,
+            engine,
+            ram,
+            observer,
+            iommu,
+        });
+        let me = device.me.clone();
+        device.engine.on_progress(Box::new(move || {
+            if let Some(device) = me.upgrade() {
+                device.wake();
+            }
+        }));
+        device.gauges();
+        Ok(device)
+    }
+
+    /// Queues of the device: control, events, and the submission queues.
+    pub fn num_queues(&self) -> u16 {
+        self.spec.submit_queues.saturating_add(FIRST_SUBMIT_QUEUE)
+    }
+
+    /// Reads configuration space: always exactly `size` bytes (4096 at most), zero beyond the fields.
+    pub fn read_config(&self, offset: u32, size: u32) -> Vec<u8> {
+        let mut config = Config::new_zeroed();
+        config.magic = CONFIG_MAGIC;
+        config.version = VERSION.into();
+        config.version_min = VERSION.into();
+        config.session = self.spec.session.into();
+        config.submit_queues = self.spec.submit_queues.into();
+        config.endpoints = u16::try_from(self.spec.endpoints.len()).unwrap_or(u16::MAX).into();
+        config.max_batch = self.spec.limits.max_batch.into();
+        let size = usize::try_from(size.min(MAX_CONFIG_READ)).unwrap_or(0);
+        let from = config.as_bytes().get(usize::try_from(offset).unwrap_or(usize::MAX)..).unwrap_or_default();
+        let mut answer: Vec<u8> = from.iter().take(size).copied().collect();
+        answer.resize(size, 0);
+        answer
+    }
+
+    /// Puts a queue into use, for the first time or again after [`Device::stop_queue`]. An index beyond the device's queues does nothing.
+    pub fn start_queue(&self, index: u16, ring: Arc<dyn Ring>) {
+        let Some(queue) = self.queues.get(usize::from(index)) else { return };
+        let old = lock(&queue.port).replace(Port::new(index, ring));
+        if let Some(old) = old {
+            old.close();
+        }
+    }
+
+    /// One bounded turn of a queue, on that queue's own thread: after a kick, and again at once while it answers true. Blocks on nothing but
+    /// short locks; an engine that executes at once moves at most a few MiB here.
+    pub fn drain(&self, index: u16) -> bool {
+        let Some(queue) = self.queues.get(usize::from(index)) else { return false };
+        let mut state = lock(&queue.state);
+        let Some(port) = self.port(index).filter(|port| port.taking()) else { return false };
+        match &mut *state {
+            QueueState::Control(control) => self.control_turn(&port, control),
+            QueueState::Event => {
+                self.events.deliver(&port);
+                false
+            }
+            QueueState::Submission(submission) => self.submit_turn(&port, submission),
+        }
+    }
+
+    pub(crate) fn port(&self, index: u16) -> Option<Arc<Port>> {
+        lock(&self.queues.get(usize::from(index))?.port).clone()
+    }
+
+    pub(crate) fn event_port(&self) -> Option<Arc<Port>> {
+        self.port(EVENT_QUEUE)
+    }
+
+    /// Ports in use.
+    pub(crate) fn ports(&self) -> Vec<Arc<Port>> {
+        self.queues.iter().filter_map(|queue| lock(&queue.port).clone()).collect()
+    }
+
+    /// Takes a queue's ring out of use, once its thread is out of its turn.
+    pub(crate) fn take_port(&self, index: u16) -> Option<Arc<Port>> {
+        let queue = self.queues.get(usize::from(index))?;
+        let port = lock(&queue.port).take()?;
+        port.stop_taking();
+        drop(lock(&queue.state));
+        Some(port)
+    }
+
+    /// How to wake the timekeeper: called from any thread, must not block. Only the first one given counts.
+    pub fn on_progress(&self, wake: Arc<dyn Fn() + Send + Sync>) {
+        if self.wake.set(wake).is_err() {
+            tracing::error!("The timekeeper's waker was set twice; the first one stays");
+        }
+    }
+
+    pub(crate) fn wake(&self) {
+        if let Some(wake) = self.wake.get() {
+            wake();
+        }
+    }
+
+    /// Whether the connection is over.
+    pub(crate) fn is_down(&self) -> bool {
+        self.down.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn go_down(&self) {
+        self.down.store(true, Ordering::Release);
+    }
+
+    /// Tells the observer how many there are of what rises and falls.
+    pub(crate) fn gauges(&self) {
+        let domains = lock(&self.domains).len();
+        let (buffers, bytes) = {
+            let buffers = lock(&self.buffers);
+            (buffers.count(), buffers.bytes())
+        };
+        self.observer.gauge(Gauge::Domains, u64::try_from(domains).unwrap_or(u64::MAX));
+        self.observer.gauge(Gauge::Mappings, u64::from(self.iommu.usage().mappings));
+        self.observer.gauge(Gauge::Buffers, u64::from(buffers));
+        self.observer.gauge(Gauge::BufferBytes, bytes);
+        self.observer.gauge(Gauge::InFlight, u64::from(self.credits.used()));
+    }
+
+    /// How long a stopped queue's work may go on before it is cancelled.
+    pub(crate) const STOP_PATIENCE: Duration = Duration::from_secs(2);
+}
+
+impl Queue {
+    fn new(index: u16) -> Self {
+        let state = match index {
+            CONTROL_QUEUE => QueueState::Control(ControlState::new()),
+            EVENT_QUEUE => QueueState::Event,
+            _ => QueueState::Submission(Submission::new()),
+        };
+        Self { port: Mutex::default(), state: Mutex::new(state) }
+    }
+}

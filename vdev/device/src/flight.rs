@@ -1,0 +1,114 @@
+//! What engines have in hand, and when it is due.
+//!
+//! An engine may report an end before the submitting thread could say what it had submitted; such an early report waits here for its transfer.
+//! Deadlines are watched by one number, a lower bound of all of them: it only falls when work is added, and is made exact when it is reached.
+//!
+//! Not here: what happens to work that has ended or is due.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use hw_engine::{Finished, JobId};
+
+use crate::domain::Domain;
+use crate::op::{Op, StreamKey};
+use crate::sync::lock;
+
+/// One transfer in an engine's hands, and whose it is.
+pub(crate) struct Flight {
+    pub(crate) domain: Arc<Domain>,
+    pub(crate) key: StreamKey,
+    pub(crate) op: Op,
+}
+
+#[derive(Default)]
+struct Table {
+    flights: HashMap<JobId, Flight>,
+    early: HashMap<JobId, Finished>,
+}
+
+/// Every transfer in an engine's hands.
+pub(crate) struct Flights {
+    table: Mutex<Table>,
+    jobs: AtomicU64,
+    epoch: Instant,
+    due: AtomicU64,
+}
+
+impl Flights {
+    pub(crate) fn new(now: Instant) -> Self {
+        let due = AtomicU64::new(u64::MAX);
+        Self { table: Mutex::default(), jobs: AtomicU64::new(1), epoch: now, due }
+    }
+
+    /// A name that no transfer had.
+    pub(crate) fn next_job(&self) -> JobId {
+        JobId(self.jobs.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// A transfer has been submitted. Gives it back with its report if that was early.
+    pub(crate) fn launch(&self, job: JobId, flight: Flight) -> Option<(Flight, Finished)> {
+        let mut table = lock(&self.table);
+        if let Some(finished) = table.early.remove(&job) {
+            return Some((flight, finished));
+        }
+        table.flights.insert(job, flight);
+        None
+    }
+
+    /// A transfer has ended. `None` if it is not known yet: then its report waits for it.
+    pub(crate) fn land(&self, finished: Finished) -> Option<(Flight, Finished)> {
+        let mut table = lock(&self.table);
+        let Some(flight) = table.flights.remove(&finished.job) else {
+            table.early.insert(finished.job, finished);
+            return None;
+        };
+        Some((flight, finished))
+    }
+
+    /// Whether engines have nothing of the device.
+    pub(crate) fn is_empty(&self) -> bool {
+        lock(&self.table).flights.is_empty()
+    }
+
+    /// Transfers that satisfy `which`.
+    pub(crate) fn count(&self, which: impl Fn(&Flight) -> bool) -> usize {
+        lock(&self.table).flights.values().filter(|flight| which(flight)).count()
+    }
+
+    /// Marks transfers and gives their names, for `mark` answering true: they are to be aborted.
+    pub(crate) fn mark(&self, mut mark: impl FnMut(&mut Flight) -> bool) -> Vec<JobId> {
+        let mut table = lock(&self.table);
+        table.flights.iter_mut().filter_map(|(job, flight)| mark(flight).then_some(*job)).collect()
+    }
+
+    /// The earliest deadline of transfers that nobody aborted yet.
+    pub(crate) fn earliest_deadline(&self) -> Option<Instant> {
+        let table = lock(&self.table);
+        table.flights.values().filter(|flight| flight.op.aborted.is_none()).map(|flight| flight.op.deadline).min()
+    }
+
+    fn nanos(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.epoch).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Watches one more deadline. True if it is earlier than all others: the timekeeper sleeps too long.
+    pub(crate) fn watch(&self, deadline: Instant) -> bool {
+        let due = self.nanos(deadline);
+        self.due.load(Ordering::Relaxed) > due && self.due.fetch_min(due, Ordering::AcqRel) > due
+    }
+
+    /// Whether a deadline may have passed. Then nothing is watched until [`Flights::watch`] is told anew.
+    pub(crate) fn is_due(&self, now: Instant) -> bool {
+        let now = self.nanos(now);
+        self.due.fetch_update(Ordering::AcqRel, Ordering::Relaxed, |due| (due <= now).then_some(u64::MAX)).is_ok()
+    }
+
+    /// How long until a deadline may pass.
+    pub(crate) fn until_due(&self, now: Instant) -> Option<Duration> {
+        let due = self.due.load(Ordering::Acquire);
+        (due != u64::MAX).then(|| Duration::from_nanos(due.saturating_sub(self.nanos(now))))
+    }
+}

@@ -1,0 +1,235 @@
+//! The streams of one domain: order, credits, errors. Data only; whoever owns a stream's turn moves it.
+//!
+//! A stream exists while it has work or an error. It is **busy** while somebody owns its turn: the thread that executes its work, the engine
+//! that has it in flight, or a list that will come back to it. The owner alone takes work from the front.
+//!
+//! Not here: what the work is, who runs it.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::time::Instant;
+
+use crate::op::{Op, StreamKey};
+
+/// Streams of one domain.
+#[derive(Default)]
+pub(crate) struct Streams {
+    map: HashMap<StreamKey, Stream, BuildHasherDefault<KeyHasher>>,
+    /// Streams that the guest named.
+    guests: usize,
+}
+
+#[derive(Default)]
+struct Stream {
+    queue: VecDeque<Op>,
+    busy: bool,
+    failed: bool,
+    /// Descriptors that wait or run.
+    count: usize,
+}
+
+/// Whether work may begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    /// The caller owns the stream's turn, and one descriptor counts.
+    Yours,
+    /// Somebody else has it: queue behind.
+    Busy,
+    /// The stream is in error.
+    Failed,
+    /// The domain has no room for one more stream.
+    TooMany,
+}
+
+/// Whose work goes on when a turn ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Next {
+    /// The stream has more work; its turn is still owned and must go on.
+    More,
+    /// Nobody owns the turn any more.
+    Idle,
+}
+
+impl Streams {
+    /// Takes the turn of a stream that is idle or new.
+    pub(crate) fn claim(&mut self, key: StreamKey, max_streams: usize) -> Claim {
+        match self.map.entry(key) {
+            Entry::Occupied(mut entry) => {
+                let stream = entry.get_mut();
+                if stream.failed {
+                    Claim::Failed
+                } else if stream.busy {
+                    Claim::Busy
+                } else {
+                    stream.busy = true;
+                    stream.count = stream.count.saturating_add(1);
+                    Claim::Yours
+                }
+            }
+            Entry::Vacant(entry) => {
+                if key.is_guest() {
+                    if self.guests >= max_streams {
+                        return Claim::TooMany;
+                    }
+                    self.guests = self.guests.saturating_add(1);
+                }
+                entry.insert(Stream { busy: true, count: 1, ..Stream::default() });
+                Claim::Yours
+            }
+        }
+    }
+
+    /// Whether a stream is in error.
+    pub(crate) fn is_failed(&self, key: StreamKey) -> bool {
+        self.map.get(&key).is_some_and(|stream| stream.failed)
+    }
+
+    /// Descriptors that wait or run in a stream.
+    pub(crate) fn count(&self, key: StreamKey) -> usize {
+        self.map.get(&key).map_or(0, |stream| stream.count)
+    }
+
+    /// Queues work behind what the stream has; `Next::More` if the stream was idle and the caller owns its turn now.
+    pub(crate) fn push(&mut self, key: StreamKey, op: Op) -> Next {
+        let guest = usize::from(key.is_guest());
+        let stream = self.map.entry(key).or_insert_with(|| {
+            self.guests = self.guests.saturating_add(guest);
+            Stream::default()
+        });
+        stream.queue.push_back(op);
+        stream.count = stream.count.saturating_add(1);
+        if std::mem::replace(&mut stream.busy, true) { Next::Idle } else { Next::More }
+    }
+
+    /// Takes the work at the front, for the owner of the turn. Without work the turn ends.
+    pub(crate) fn pop(&mut self, key: StreamKey) -> Option<Op> {
+        let op = self.map.get_mut(&key)?.queue.pop_front();
+        if op.is_none() {
+            self.end_turn(key);
+        }
+        op
+    }
+
+    /// Puts work back to the front, for the owner of the turn, who keeps it.
+    pub(crate) fn put_back(&mut self, key: StreamKey, op: Op) {
+        if let Some(stream) = self.map.get_mut(&key) {
+            stream.queue.push_front(op);
+        }
+    }
+
+    /// One descriptor of the turn's owner has ended.
+    pub(crate) fn ended(&mut self, key: StreamKey) -> Next {
+        let Some(stream) = self.map.get_mut(&key) else { return Next::Idle };
+        stream.count = stream.count.saturating_sub(1);
+        if stream.queue.is_empty() {
+            self.end_turn(key);
+            return Next::Idle;
+        }
+        Next::More
+    }
+
+    fn end_turn(&mut self, key: StreamKey) {
+        if let Some(stream) = self.map.get_mut(&key) {
+            stream.busy = false;
+            self.remove_if_idle(key);
+        }
+    }
+
+    fn remove_if_idle(&mut self, key: StreamKey) {
+        let idle = |stream: &Stream| !stream.busy && !stream.failed && stream.queue.is_empty();
+        if self.map.get(&key).is_some_and(idle) {
+            self.map.remove(&key);
+            self.guests = self.guests.saturating_sub(usize::from(key.is_guest()));
+        }
+    }
+
+    /// Puts a guest's stream into error and gives the work that waits in it.
+    pub(crate) fn fail(&mut self, key: StreamKey) -> Vec<Op> {
+        if !key.is_guest() {
+            return Vec::new();
+        }
+        if let Some(stream) = self.map.get_mut(&key) {
+            stream.failed = true;
+        }
+        self.take_waiting(key, |_| true)
+    }
+
+    /// Ends a stream's error.
+    pub(crate) fn reset(&mut self, key: StreamKey) {
+        if let Some(stream) = self.map.get_mut(&key) {
+            stream.failed = false;
+            self.remove_if_idle(key);
+        }
+    }
+
+    /// Takes work out of a stream's queue that was not issued and satisfies `which`.
+    pub(crate) fn take_waiting(&mut self, key: StreamKey, mut which: impl FnMut(&Op) -> bool) -> Vec<Op> {
+        let Some(stream) = self.map.get_mut(&key) else { return Vec::new() };
+        let mut taken = Vec::new();
+        let mut kept = VecDeque::new();
+        for op in std::mem::take(&mut stream.queue) {
+            if op.issued.is_none() && which(&op) { taken.push(op) } else { kept.push_back(op) }
+        }
+        stream.queue = kept;
+        stream.count = stream.count.saturating_sub(taken.len());
+        taken
+    }
+
+    /// As [`Streams::take_waiting`], of every stream that satisfies `of`.
+    pub(crate) fn take_all_waiting(
+        &mut self,
+        of: impl Fn(StreamKey) -> bool,
+        which: impl Fn(&Op) -> bool,
+    ) -> Vec<(StreamKey, Op)> {
+        let keys: Vec<_> = self.map.keys().copied().filter(|key| of(*key)).collect();
+        let mut taken = Vec::new();
+        for key in keys {
+            taken.extend(self.take_waiting(key, &which).into_iter().map(|op| (key, op)));
+        }
+        taken
+    }
+
+    /// Whether anything that waits satisfies `which`.
+    pub(crate) fn any(&self, which: impl Fn(&Op) -> bool) -> bool {
+        self.map.values().flat_map(|stream| &stream.queue).any(which)
+    }
+
+    /// Forgets errors and idle streams: the domain is going.
+    pub(crate) fn reset_all(&mut self) {
+        let keys: Vec<_> = self.map.keys().copied().collect();
+        keys.into_iter().for_each(|key| self.reset(key));
+    }
+
+    /// The earliest deadline of what waits.
+    pub(crate) fn earliest_deadline(&self) -> Option<Instant> {
+        self.map.values().flat_map(|stream| &stream.queue).map(|op| op.deadline).min()
+    }
+
+    /// Descriptors in a stream's queue that were issued and satisfy `which`.
+    pub(crate) fn issued_in_queue(&self, key: StreamKey, which: impl Fn(&Op) -> bool) -> usize {
+        let issued = |op: &&Op| op.issued.is_some() && which(op);
+        self.map.get(&key).map_or(0, |stream| stream.queue.iter().filter(issued).count())
+    }
+}
+
+/// One multiplication: keys are few and bounded by a limit, so that a guest gains nothing from choosing them.
+#[derive(Default)]
+pub(crate) struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0.rotate_left(5) ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 ^= self.0 >> 32;
+    }
+}

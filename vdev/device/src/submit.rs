@@ -1,0 +1,347 @@
+//! Submission queues: chains of work from the ring into streams.
+//!
+//! A turn has three parts: take chains and copy all their bytes once, under the ring's lock; run the work, under none; write the records and
+//! give the chains back, under the ring's lock again. Work that ends at once leaves no trace on the heap: its record waits in the turn. Only
+//! work that must wait gets a [`Slot`], and its chain with it a life beyond the turn.
+//!
+//! Not here: streams' order beyond who may begin (`run` moves them on), parsing.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use vdev_wire::{COMPLETION_PENDING, Completion};
+use virtio_queue::QueueT;
+use zerocopy::FromZeros;
+
+use crate::RequestError;
+use crate::complete::{Chain, Slot, write_record, write_refusals};
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::issue::{Refusal, no_domain};
+use crate::observer::Counter;
+use crate::op::{Credit, GuestWork, Op, Outcome, StreamKey, Task};
+use crate::port::Port;
+use crate::queue::{Area, Popped};
+use crate::run::{Fresh, Went};
+use crate::streams::{Claim, Next};
+use crate::sync::lock;
+use crate::turn::Turn;
+use crate::work::{Batch, Tag, Work, parse_batch, parse_work};
+
+/// Chains of one turn.
+const CHAINS: usize = 32;
+/// Work descriptors of one turn beyond which no further chain is taken.
+const WORKS: usize = 256;
+/// Bytes moved after which records are written before more work is run.
+const FLUSH: u64 = 256 << 10;
+/// Steps on streams that wait, before new chains are taken.
+const STEPS: usize = 64;
+
+/// What a submission queue's thread keeps from turn to turn.
+pub(crate) struct Submission {
+    pub(crate) turn: Turn,
+    bytes: Vec<u8>,
+    chains: Vec<Taken>,
+    works: Vec<(Tag, Result<Work, RequestError>)>,
+    /// Records of `works`; those not written in this turn stay pending.
+    records: Vec<Completion>,
+}
+
+/// One chain that was taken in this turn.
+struct Taken {
+    head: u16,
+    records: Area,
+    batch: Batch,
+    /// Its part of `works` and `records`.
+    range: Range<usize>,
+    /// Set once some work outlives the turn.
+    shared: Option<Arc<Chain>>,
+}
+
+/// One chain being run: `works` and `records` are the turn's.
+struct Run<'a> {
+    port: &'a Arc<Port>,
+    taken: &'a mut Taken,
+    works: &'a [(Tag, Result<Work, RequestError>)],
+    records: &'a mut [Completion],
+}
+
+impl Run<'_> {
+    /// Where the record of work goes that outlives the turn.
+    fn slot(&mut self, index: usize, cookie: u64) -> Slot {
+        let Taken { head, records, range, shared, .. } = &mut *self.taken;
+        let count = u32::try_from(range.len()).unwrap_or(u32::MAX);
+        let chain = shared.get_or_insert_with(|| Chain::new(self.port, *head, records.clone(), count));
+        Slot::new(chain, u16::try_from(index.saturating_sub(range.start)).unwrap_or(u16::MAX), cookie)
+    }
+}
+
+impl Submission {
+    pub(crate) fn new() -> Self {
+        let (bytes, chains, works, records) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { turn: Turn::new(), bytes, chains, works, records }
+    }
+}
+
+impl Device {
+    /// One turn of a submission queue. True if there may be more to do at once.
+    pub(crate) fn submit_turn(&self, port: &Arc<Port>, state: &mut Submission) -> bool {
+        state.turn.begin();
+        self.run_ready(&mut state.turn, STEPS);
+        let may_have_more = self.take_chains(port, state);
+        let Submission { turn, chains, works, records, .. } = state;
+        let (mut flushed, mut moved) = (0, 0_u64);
+        for next in 0..chains.len() {
+            let Some(taken) = chains.get_mut(next) else { break };
+            let range = taken.range.clone();
+            self.run_chain(turn, &mut Run { port, taken, works, records });
+            let bytes = records.get(range).unwrap_or_default().iter().map(|record| record.bytes.get());
+            moved = moved.saturating_add(bytes.sum());
+            if moved >= FLUSH {
+                let done = next.saturating_add(1);
+                write_back(port, chains.get_mut(flushed..done).unwrap_or_default(), records);
+                (flushed, moved) = (done, 0);
+            }
+        }
+        write_back(port, chains.get_mut(flushed..).unwrap_or_default(), records);
+        chains.clear();
+        self.settle(turn);
+        may_have_more || !self.ready.is_empty()
+    }
+
+    /// Takes chains from the ring into the turn. True if there may be more; else the driver was asked to notify.
+    fn take_chains(&self, port: &Arc<Port>, state: &mut Submission) -> bool {
+        state.works.clear();
+        state.chains.clear();
+        let mut more = false;
+        let mut taken = 0_u64;
+        port.access(|queue, mem| {
+            let mut used = false;
+            let _ = queue.disable_notification(mem);
+            while state.chains.len() < CHAINS && state.works.len() < WORKS {
+                let Some(popped) = port.pop(queue, mem) else { break };
+                taken = taken.saturating_add(1);
+                let is_read = popped.defect.is_none() && popped.readable.len() <= self.max_submission;
+                let is_read = is_read && popped.readable.read(mem, &mut state.bytes);
+                if let Err(error) = self.parse_chain(is_read, &popped, state) {
+                    state.turn.tally.add(Counter::MalformedChains, 1);
+                    self.log_malformed(port, state.turn.now, &error);
+                    let len = write_refusals(mem, &popped.writable, self.spec.limits.max_batch, &error);
+                    port.give_back(queue, mem, popped.head, len);
+                    used = true;
+                }
+            }
+            // Idle only if nothing was taken: while chains come, nobody needs to be woken for them.
+            let idle = taken == 0 && port.taking();
+            more = taken > 0 || (idle && queue.enable_notification(mem).unwrap_or(false));
+            used
+        });
+        state.turn.tally.add(Counter::Chains, taken);
+        state.records.clear();
+        state.records.resize(state.works.len(), pending());
+        more
+    }
+
+    fn parse_chain(&self, is_read: bool, popped: &Popped, state: &mut Submission) -> Result<(), RequestError> {
+        if !is_read {
+            let what = popped.defect.unwrap_or("it is longer than any batch, or not in guest memory");
+            return Err(RequestError::Malformed { what });
+        }
+        let limits = &self.spec.limits;
+        let (batch, descriptors) = parse_batch(&state.bytes, popped.writable.len(), limits.max_batch)?;
+        let start = state.works.len();
+        state.works.extend(descriptors.iter().map(|bytes| {
+            let (tag, work) = parse_work(bytes);
+            let late = tag.timeout_ms > self.max_timeout_ms;
+            let out_of_range = RequestError::OutOfRange { value: u64::from(tag.timeout_ms) };
+            (tag, if late { work.and(Err(out_of_range)) } else { work })
+        }));
+        let range = start..state.works.len();
+        state.chains.push(Taken { head: popped.head, records: popped.writable.clone(), batch, range, shared: None });
+        Ok(())
+    }
+
+    fn run_chain(&self, turn: &mut Turn, run: &mut Run<'_>) {
+        let all = run.taken.range.clone();
+        if run.taken.batch.session != self.spec.session {
+            return self.refuse_all(turn, all, run, RequestError::Lost);
+        }
+        let id = run.taken.batch.domain;
+        if turn.cached(id).is_none() {
+            turn.cache(self.domain(id));
+        }
+        let Some(domain) = turn.cached(id).map(Arc::clone) else {
+            return self.refuse_domain(turn, all, run);
+        };
+        let mut next = all.start;
+        while let Some((tag, _)) = run.works.get(next).filter(|_| next < all.end) {
+            let rest = run.works.get(next..all.end).unwrap_or_default();
+            let same = rest.iter().take_while(|(other, _)| other.stream == tag.stream).count();
+            let end = next.saturating_add(same);
+            self.run_stream(turn, &domain, StreamKey::guest(tag.stream), next..end, run);
+            next = end;
+        }
+    }
+
+    /// Work of one stream, in order: at once if the stream is idle and the engine executes at once, else into its queue.
+    fn run_stream(
+        &self,
+        turn: &mut Turn,
+        domain: &Arc<Domain>,
+        key: StreamKey,
+        mut left: Range<usize>,
+        run: &mut Run<'_>,
+    ) {
+        while !left.is_empty() {
+            let Some(credit) = self.credits.take() else {
+                return self.refuse_all(turn, left, run, RequestError::Busy);
+            };
+            let claim = {
+                let mut streams = lock(&domain.streams);
+                // Looked at under the lock: what is queued after the domain began to go would never be cancelled.
+                if domain.is_closing() { Claim::Failed } else { streams.claim(key, self.max_streams) }
+            };
+            match claim {
+                Claim::Yours => self.run_claimed(turn, domain, key, &mut left, run, credit),
+                Claim::Busy => {
+                    drop(credit);
+                    return self.queue_all(turn, domain, key, left, run);
+                }
+                Claim::Failed => return self.refuse_all(turn, left, run, RequestError::Cancelled),
+                Claim::TooMany => {
+                    let limit = u64::from(self.spec.limits.max_streams);
+                    return self.refuse_all(turn, left, run, RequestError::Limit { what: "streams", limit });
+                }
+            }
+        }
+    }
+
+    /// Runs work of a stream whose turn is ours, until it does not end at once. Advances `left`.
+    fn run_claimed(
+        &self,
+        turn: &mut Turn,
+        domain: &Arc<Domain>,
+        key: StreamKey,
+        left: &mut Range<usize>,
+        run: &mut Run<'_>,
+        credit: Credit,
+    ) {
+        while let Some((index, (tag, work))) = left.next().and_then(|index| Some((index, run.works.get(index)?))) {
+            let went = match work {
+                Ok(work) => self.begin(turn, domain, key, tag.cookie, Fresh::Guest(work)),
+                Err(error) => Went::Ended(Outcome::refused(*error)),
+            };
+            let Went::Ended(outcome) = went else {
+                let op = self.op(turn, index, run, credit);
+                return self.settle_went(turn, domain, key, op, went);
+            };
+            if let Some(record) = run.records.get_mut(index) {
+                *record = self.account(turn, tag.cookie, &outcome);
+            }
+            if outcome.error.is_some() {
+                let cancelled = lock(&domain.streams).fail(key);
+                self.cancel(turn, cancelled, RequestError::Cancelled);
+                break;
+            }
+            if turn.is_spent() && left.start < left.end {
+                // Behind what others have queued meanwhile; the stream's turn is still ours, so nothing overtakes.
+                drop(credit);
+                self.queue_all(turn, domain, key, left.clone(), run);
+                left.start = left.end;
+                break;
+            }
+        }
+        let next = lock(&domain.streams).ended(key);
+        if next == Next::More {
+            self.ready.push(domain, key);
+        }
+    }
+
+    /// Queues work behind what its stream has, as far as credits go.
+    fn queue_all(&self, turn: &mut Turn, domain: &Arc<Domain>, key: StreamKey, left: Range<usize>, run: &mut Run<'_>) {
+        let (mut queued, mut error, mut is_mine) = (left.start, RequestError::Busy, false);
+        let mut streams = lock(&domain.streams);
+        if domain.is_closing() || streams.is_failed(key) {
+            error = RequestError::Cancelled;
+        } else {
+            while queued < left.end && streams.count(key) < self.stream_credits {
+                let Some(credit) = self.credits.take() else { break };
+                let op = self.op(turn, queued, run, credit);
+                turn.wake |= self.flights.watch(op.deadline);
+                is_mine |= streams.push(key, op) == Next::More;
+                queued = queued.saturating_add(1);
+            }
+        }
+        drop(streams);
+        turn.changed = true;
+        if is_mine {
+            self.ready.push(domain, key);
+        }
+        self.refuse_all(turn, queued..left.end, run, error);
+    }
+
+    fn op(&self, turn: &Turn, index: usize, run: &mut Run<'_>, credit: Credit) -> Op {
+        let (tag, work) = run.works.get(index).copied().unwrap_or((Tag::default(), Err(RequestError::Dropped)));
+        let slot = run.slot(index, tag.cookie);
+        let guest = GuestWork { work, cookie: tag.cookie, slot, _credit: credit };
+        Op { task: Task::Guest(guest), deadline: self.deadline(turn.now, tag.timeout_ms), issued: None, aborted: None }
+    }
+
+    fn deadline(&self, now: Instant, timeout_ms: u32) -> Instant {
+        let limits = &self.spec.limits;
+        let asked = Duration::from_millis(u64::from(timeout_ms)).min(limits.max_timeout);
+        let timeout = if timeout_ms == 0 { limits.default_timeout } else { asked };
+        now.checked_add(timeout).unwrap_or(now)
+    }
+
+    fn refuse_all(&self, turn: &mut Turn, left: Range<usize>, run: &mut Run<'_>, error: RequestError) {
+        for index in left {
+            if let Some(((tag, _), record)) = run.works.get(index).zip(run.records.get_mut(index)) {
+                *record = self.account(turn, tag.cookie, &Outcome::refused(error));
+            }
+        }
+    }
+
+    /// Work in a domain that is not there: each descriptor faults.
+    fn refuse_domain(&self, turn: &mut Turn, left: Range<usize>, run: &mut Run<'_>) {
+        let id = run.taken.batch.domain;
+        for index in left {
+            if let Some(((tag, work), record)) = run.works.get(index).zip(run.records.get_mut(index)) {
+                let accessor = work.ok().and_then(|work| work.initiator);
+                let refusal = Refusal::Fault(no_domain(accessor));
+                let error = self.refused(turn, id, StreamKey::guest(tag.stream), tag.cookie, refusal);
+                *record = self.account(turn, tag.cookie, &Outcome::refused(error));
+            }
+        }
+    }
+}
+
+/// Writes the records that the turn has, and gives back the chains that need nothing more.
+fn write_back(port: &Port, chains: &mut [Taken], records: &[Completion]) {
+    if chains.is_empty() {
+        return;
+    }
+    port.access(|queue, mem| {
+        let mut used = false;
+        for taken in chains.iter() {
+            let mut written = 0_u32;
+            let mine = records.get(taken.range.clone()).unwrap_or_default();
+            for (index, record) in (0..).zip(mine).filter(|(_, record)| record.status.get() != COMPLETION_PENDING) {
+                write_record(mem, &taken.records, index, record);
+                written = written.saturating_add(1);
+            }
+            if let Some(chain) = &taken.shared {
+                used |= written > 0 && chain.written(queue, mem, written);
+            } else {
+                port.give_back(queue, mem, taken.head, taken.records.len());
+                used = true;
+            }
+        }
+        used
+    });
+}
+
+fn pending() -> Completion {
+    Completion { status: COMPLETION_PENDING.into(), ..Completion::new_zeroed() }
+}

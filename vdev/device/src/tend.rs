@@ -1,0 +1,260 @@
+//! What happens besides queues' turns: the timekeeper, what devices' own logic raises, reports, and the end of queues and of the device.
+//!
+//! Not here: carrying work out (`run`).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hw_engine::{Finished, Initiated, Raised};
+use vdev_wire::Status;
+
+use crate::RequestError;
+use crate::complete::finish;
+use crate::device::Device;
+use crate::domain::Domain;
+use crate::finally::Finally;
+use crate::flight::Flight;
+use crate::observer::{Counter, FaultRecord};
+use crate::op::{Op, StreamKey, Task};
+use crate::port::Port;
+use crate::sync::lock;
+use crate::turn::Turn;
+
+/// Steps on streams in one turn of the timekeeper.
+const STEPS: usize = 256;
+/// Rounds of what a device's own logic raises in one turn: each may be the answer to the one before.
+const ROUNDS: usize = 64;
+/// How often a stopping queue looks again.
+const GLANCE: Duration = Duration::from_millis(2);
+
+impl Device {
+    /// One turn of the timekeeper: collects what engines have ended, goes on with what waited, expires deadlines. Answers how long it may sleep
+    /// at most; `None` is until it is woken.
+    pub fn poll(&self) -> Option<Duration> {
+        let mut turn = lock(&self.timekeeper);
+        let turn = &mut *turn;
+        turn.begin();
+        let mut finished = Vec::new();
+        let hint = self.engine.poll(&mut finished);
+        self.land_all(turn, finished);
+        self.expire(turn);
+        self.retry_starved();
+        self.run_ready(turn, STEPS);
+        turn.raised = true;
+        turn.wake = false;
+        self.settle(turn);
+        if !self.ready.is_empty() {
+            return Some(Duration::ZERO);
+        }
+        let due = self.flights.until_due(Instant::now());
+        hint.into_iter().chain(due).min()
+    }
+
+    fn land_all(&self, turn: &mut Turn, finished: Vec<Finished>) {
+        for report in finished {
+            if let Some((flight, finished)) = self.flights.land(report) {
+                self.land(turn, flight, &finished);
+            }
+        }
+    }
+
+    /// Ends a turn: early reports, what devices raised, completions, events, counters, gauges.
+    pub(crate) fn settle(&self, turn: &mut Turn) {
+        for _ in 0..ROUNDS {
+            for (flight, finished) in std::mem::take(&mut turn.landed) {
+                self.land(turn, flight, &finished);
+            }
+            if !std::mem::take(&mut turn.raised) {
+                break;
+            }
+            self.take_raised(turn);
+        }
+        finish(&mut turn.done);
+        if self.events.are_waiting()
+            && let Some(port) = self.event_port()
+        {
+            self.events.deliver(&port);
+        }
+        turn.tally.flush(&*self.observer);
+        if std::mem::take(&mut turn.changed) {
+            self.gauges();
+        }
+        if std::mem::take(&mut turn.wake) {
+            self.wake();
+        }
+    }
+
+    fn take_raised(&self, turn: &mut Turn) {
+        let mut raised = Vec::new();
+        self.engine.raised(&mut raised);
+        for what in raised {
+            match what {
+                Raised::Initiated(initiated) => self.initiated(turn, initiated),
+                Raised::Interrupt { endpoint, domain, vector } => {
+                    if self.domain(domain).is_some() {
+                        let fits = self.events.interrupt(domain, endpoint, vector);
+                        self.count_event(turn, fits);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A device's own logic starts work: it waits its turn like any other.
+    fn initiated(&self, turn: &mut Turn, initiated: Initiated) {
+        let Some(domain) = self.domain(initiated.domain) else {
+            self.engine.refuse(&initiated, Status::Fault.to_raw());
+            turn.raised = true;
+            return;
+        };
+        let deadline = turn.now.checked_add(self.spec.limits.default_timeout).unwrap_or(turn.now);
+        let op = Op { task: Task::Kernel(initiated), deadline, issued: None, aborted: None };
+        self.enqueue(&domain, StreamKey::kernels(initiated.endpoint), op);
+    }
+
+    /// Tells the operator and the guest of a refused access.
+    pub(crate) fn report(&self, turn: &mut Turn, record: &FaultRecord) {
+        turn.tally.add(Counter::Faults, 1);
+        self.observer.fault(record);
+        let fits = self.events.fault(record);
+        self.count_event(turn, fits);
+    }
+
+    fn count_event(&self, turn: &mut Turn, fits: bool) {
+        turn.tally.add(Counter::Events, 1);
+        if !fits {
+            turn.tally.add(Counter::EventsDropped, 1);
+        }
+    }
+
+    pub(crate) fn log_malformed(&self, port: &Port, now: Instant, error: &RequestError) {
+        if self.limiter.allow(now) {
+            tracing::warn!(queue = port.index, %error, "The driver sent a malformed chain");
+        }
+    }
+
+    /// Ends what waits beyond its deadline, and has engines abort what runs beyond it.
+    fn expire(&self, turn: &mut Turn) {
+        if !self.flights.is_due(turn.now) {
+            return;
+        }
+        let now = turn.now;
+        let domains: Vec<_> = lock(&self.domains).values().map(Arc::clone).collect();
+        let mut earliest = None::<Instant>;
+        for domain in domains {
+            self.expire_waiting(turn, &domain);
+            let next = lock(&domain.streams).earliest_deadline();
+            earliest = earliest.into_iter().chain(next).min();
+        }
+        let overdue = self.flights.mark(|flight| {
+            let is_due = flight.op.aborted.is_none() && now >= flight.op.deadline;
+            if is_due {
+                flight.op.aborted = Some(RequestError::Timeout);
+            }
+            is_due
+        });
+        overdue.into_iter().for_each(|job| self.engine.abort(job));
+        if let Some(next) = earliest.into_iter().chain(self.flights.earliest_deadline()).min() {
+            self.flights.watch(next);
+        }
+    }
+
+    fn expire_waiting(&self, turn: &mut Turn, domain: &Arc<Domain>) {
+        let now = turn.now;
+        let (late, behind) = {
+            let mut streams = lock(&domain.streams);
+            let late = streams.take_all_waiting(|_| true, |op| now >= op.deadline);
+            let behind: Vec<_> = late.iter().flat_map(|(key, _)| streams.fail(*key)).collect();
+            (late, behind)
+        };
+        self.cancel(turn, late.into_iter().map(|(_, op)| op).collect(), RequestError::Timeout);
+        self.cancel(turn, behind, RequestError::Cancelled);
+    }
+
+    /// Takes no more from a ring and lets its chains end: for two seconds by themselves, then what waits is cancelled and what runs is aborted.
+    /// Blocks until then; once it returns the ring is not touched any more.
+    pub fn stop_queue(&self, index: u16) {
+        let Some(port) = self.take_port(index) else { return };
+        let now = Instant::now();
+        let patience = now.checked_add(Self::STOP_PATIENCE).unwrap_or(now);
+        let mut cancelled = false;
+        while !port.is_idle() {
+            self.poll();
+            self.wake();
+            if !cancelled && Instant::now() >= patience {
+                cancelled = true;
+                self.cancel_port(&port);
+            }
+            // Control requests wait for jobs of other queues, which need not end now: they end in silence.
+            if cancelled && !self.has_work_of(&port) {
+                break;
+            }
+            port.wait_idle(GLANCE);
+        }
+        port.close();
+        self.wake();
+    }
+
+    fn has_work_of(&self, port: &Arc<Port>) -> bool {
+        let mine = |op: &Op| matches!(&op.task, Task::Guest(guest) if guest.slot.came_through(port));
+        let domains: Vec<_> = lock(&self.domains).values().map(Arc::clone).collect();
+        self.flights.count(|flight| mine(&flight.op)) > 0
+            || domains.iter().any(|domain| lock(&domain.streams).any(mine))
+    }
+
+    fn cancel_port(&self, port: &Arc<Port>) {
+        let mine = |op: &Op| matches!(&op.task, Task::Guest(guest) if guest.slot.came_through(port));
+        let mut turn = lock(&self.timekeeper);
+        let domains: Vec<_> = lock(&self.domains).values().map(Arc::clone).collect();
+        for domain in domains {
+            let waiting = lock(&domain.streams).take_all_waiting(|_| true, mine);
+            self.cancel(&mut turn, waiting.into_iter().map(|(_, op)| op).collect(), RequestError::Cancelled);
+        }
+        self.abort(|flight| mine(&flight.op), RequestError::Cancelled);
+        finish(&mut turn.done);
+    }
+
+    fn abort(&self, which: impl Fn(&Flight) -> bool, reason: RequestError) {
+        let jobs = self.flights.mark(|flight| {
+            let is_new = flight.op.aborted.is_none() && which(flight);
+            if is_new {
+                flight.op.aborted = Some(reason);
+            }
+            is_new
+        });
+        jobs.into_iter().for_each(|job| self.engine.abort(job));
+    }
+
+    /// The connection is over: takes no more work, waits until the engines are quiet, answers what is left, forgets every domain and touches no
+    /// ring any more. Buffers are not scrubbed: whoever owns the memory does that.
+    pub fn shutdown(&self) {
+        self.go_down();
+        let ports = self.ports();
+        for port in &ports {
+            // Waits for the queue's thread to be out of its turn.
+            drop(self.take_port(port.index));
+        }
+        let domains: Vec<_> = lock(&self.domains).values().map(Arc::clone).collect();
+        {
+            let mut turn = lock(&self.timekeeper);
+            turn.begin();
+            for domain in domains {
+                self.destroy(&mut turn, &domain, Finally::new(|| {}));
+            }
+            self.settle(&mut turn);
+        }
+        self.abort(|_| true, RequestError::Dropped);
+        while !self.flights.is_empty() || !self.ready.is_empty() || !self.starved.is_empty() {
+            let mut turn = lock(&self.timekeeper);
+            turn.begin();
+            let mut finished = Vec::new();
+            self.engine.quiesce(&mut finished);
+            self.land_all(&mut turn, finished);
+            self.retry_starved();
+            self.run_ready(&mut turn, STEPS);
+            self.settle(&mut turn);
+        }
+        ports.iter().for_each(|port| port.close());
+        self.gauges();
+    }
+}

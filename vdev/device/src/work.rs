@@ -1,0 +1,155 @@
+//! Work descriptors: 64 bytes to [`Work`], purely.
+//!
+//! Not here: whether the addresses are mapped, who may act, limits of the tenant.
+
+use iommu_addr::{EndpointId, Iova, Range, StreamId};
+use vdev_wire::{
+    DESCRIPTOR_SIZE, FENCE_DEVICE, FENCE_SYSTEM, INITIATOR_ANY, SubmitHeader, VERSION, WORK_SYSTEM, WorkDescriptor,
+    WorkOpcode,
+};
+use zerocopy::{FromBytes, transmute_ref};
+
+use crate::RequestError;
+use crate::request::{field, zero};
+
+/// One unit of work whose bytes are in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Work {
+    /// What to do.
+    pub operation: Operation,
+    /// Which endpoint acts; `None` leaves it to the device.
+    pub initiator: Option<EndpointId>,
+    /// Order the transfer before every observer.
+    pub system: bool,
+}
+
+/// What work does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Copy `src` to `dst`, which have the same length.
+    Copy {
+        /// To read.
+        src: Range<Iova>,
+        /// To write.
+        dst: Range<Iova>,
+    },
+    /// Fill `dst` with eight bytes.
+    Fill {
+        /// To write.
+        dst: Range<Iova>,
+        /// The bytes, little-endian.
+        pattern: u64,
+    },
+    /// Order what came before.
+    Fence,
+}
+
+/// What of a descriptor is needed whether it is in order or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tag {
+    /// Which stream orders it.
+    pub stream: StreamId,
+    /// Goes into its completion record.
+    pub cookie: u64,
+    /// Deadline in milliseconds, 0 for the default.
+    pub timeout_ms: u32,
+}
+
+impl Default for Tag {
+    fn default() -> Self {
+        Self { stream: StreamId(0), cookie: 0, timeout_ms: 0 }
+    }
+}
+
+/// Parses a work descriptor.
+///
+/// # Errors
+/// INVAL, UNSUPP and RANGE ones only.
+pub fn parse_work(bytes: &[u8; DESCRIPTOR_SIZE]) -> (Tag, Result<Work, RequestError>) {
+    let descriptor: &WorkDescriptor = transmute_ref!(bytes);
+    let tag = Tag {
+        stream: StreamId(descriptor.stream.get()),
+        cookie: descriptor.cookie.get(),
+        timeout_ms: descriptor.timeout_ms.get(),
+    };
+    (tag, parse(descriptor))
+}
+
+fn parse(descriptor: &WorkDescriptor) -> Result<Work, RequestError> {
+    let flags = descriptor.flags.get();
+    if descriptor.ext != 0 || descriptor.reserved0 != 0 || descriptor.reserved1.get() != 0 {
+        return Err(field("reserved", 1));
+    }
+    if flags & !WORK_SYSTEM != 0 {
+        return Err(field("flags", u64::from(flags)));
+    }
+    let raw = descriptor.opcode.get();
+    let (source, destination) = (descriptor.source.get(), descriptor.destination.get());
+    let (length, operand) = (descriptor.length.get(), descriptor.operand.get());
+    let operation = match WorkOpcode::from_raw(raw) {
+        Some(WorkOpcode::Copy) => {
+            zero("operand", operand)?;
+            Operation::Copy { src: range(source, length)?, dst: range(destination, length)? }
+        }
+        Some(WorkOpcode::Fill) => {
+            zero("source", source)?;
+            Operation::Fill { dst: range(destination, length)?, pattern: operand }
+        }
+        Some(WorkOpcode::Fence) => {
+            zero("source", source)?;
+            zero("destination", destination)?;
+            zero("length", length)?;
+            if !(FENCE_DEVICE..=FENCE_SYSTEM).contains(&operand) {
+                return Err(field("operand", operand));
+            }
+            Operation::Fence
+        }
+        _ => return Err(RequestError::Unknown { what: "work opcode", value: u64::from(raw) }),
+    };
+    let initiator = descriptor.initiator.get();
+    Ok(Work {
+        operation,
+        initiator: (initiator != INITIATOR_ANY).then(|| EndpointId::from_raw(initiator)),
+        system: flags & WORK_SYSTEM != 0,
+    })
+}
+
+fn range(start: u64, len: u64) -> Result<Range<Iova>, RequestError> {
+    if len == 0 {
+        return Err(field("length", 0));
+    }
+    Range::with_len(Iova(start), len).ok_or(RequestError::OutOfRange { value: start })
+}
+
+/// Header of a submission chain whose bytes are in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Batch {
+    pub(crate) domain: iommu_addr::DomainId,
+    pub(crate) session: u32,
+}
+
+/// Parses a submission chain's header and checks the chain's byte counts against it. Answers the descriptors too.
+pub(crate) fn parse_batch(
+    readable: &[u8],
+    room: usize,
+    max_batch: u16,
+) -> Result<(Batch, &[[u8; DESCRIPTOR_SIZE]]), RequestError> {
+    let (header, rest) = SubmitHeader::ref_from_prefix(readable)
+        .ok()
+        .ok_or(RequestError::Malformed { what: "it is shorter than its header" })?;
+    let version = header.version.get();
+    if version != VERSION {
+        return Err(RequestError::Unknown { what: "version", value: u64::from(version) });
+    }
+    zero("flags", u64::from(header.flags.get()))?;
+    let count = header.count.get();
+    if count == 0 || count > max_batch {
+        return Err(field("count", u64::from(count)));
+    }
+    let (descriptors, tail) = rest.as_chunks::<DESCRIPTOR_SIZE>();
+    let count = usize::from(count);
+    if descriptors.len() != count || !tail.is_empty() || count.checked_mul(vdev_wire::COMPLETION_SIZE) != Some(room) {
+        return Err(RequestError::Malformed { what: "its bytes do not match the count of descriptors" });
+    }
+    Ok((Batch { domain: iommu_addr::DomainId(header.domain.get()), session: header.session.get() }, descriptors))
+}
