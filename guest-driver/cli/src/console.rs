@@ -68,6 +68,12 @@ impl<'a> Console<'a> {
     }
 }
 
+/// A remark on standard error, where no program reads it.
+pub fn remark(text: &str) {
+    // Nobody hears of it if standard error is closed, and nothing depends on it.
+    let _ = writeln!(io::stderr(), "{text}");
+}
+
 /// Bytes with a binary unit and one digit.
 #[allow(clippy::cast_precision_loss, reason = "for people to read")]
 pub fn amount(bytes: u64) -> String {

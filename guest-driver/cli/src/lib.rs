@@ -49,15 +49,20 @@ pub fn main() -> ExitCode {
     let mut out = std::io::stdout();
     let mut console = Console::new(&mut out, cli.json).for_process();
     let result = run(&cli, &driver, &mut console);
+    if let Err(error) = &result
+        && !console.is_broken()
+    {
+        console::remark(&format!("pgctl: {}", chain(error)));
+    }
+    ExitCode::from(exit_code(&result, console.is_broken()))
+}
+
+/// Who reads no further has seen enough: a broken pipe is no failure.
+fn exit_code(result: &Result<bool>, broken: bool) -> u8 {
     match result {
-        // Who reads no further has seen enough.
-        Err(_) if console.is_broken() => ExitCode::SUCCESS,
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("pgctl: {}", chain(&error));
-            ExitCode::FAILURE
-        }
+        Ok(true) => 0,
+        Err(_) if broken => 0,
+        Ok(false) | Err(_) => 1,
     }
 }
 
@@ -78,6 +83,14 @@ fn chain(error: &anyhow::Error) -> String {
 mod tests {
     use super::*;
     use anyhow::{Context, anyhow};
+
+    #[test]
+    fn only_a_broken_pipe_excuses_an_error() {
+        assert_eq!(exit_code(&Ok(true), false), 0);
+        assert_eq!(exit_code(&Ok(false), true), 1);
+        assert_eq!(exit_code(&Err(anyhow!("x")), false), 1);
+        assert_eq!(exit_code(&Err(anyhow!("x")), true), 0);
+    }
 
     #[test]
     fn a_cause_is_not_said_twice() {

@@ -12,7 +12,7 @@ use peergate_guest::{
 use serde_json::{Value, json};
 
 use crate::args::{EventsArgs, PeerAction, PeerArgs};
-use crate::console::{Console, amount, with};
+use crate::console::{Console, amount, remark, with};
 
 /// How long a wait for events lasts before it is begun anew.
 const LOOK: Duration = Duration::from_secs(3600);
@@ -182,7 +182,7 @@ pub(crate) fn peer(driver: &dyn Driver, args: &PeerArgs, console: &mut Console<'
     });
     console.say(&text, &value)?;
     if args.action != PeerAction::Query {
-        eprintln!("Rights belong to the process that asks: this one ends with this command.");
+        remark("Rights belong to the process that asks: this one ends with this command.");
     }
     Ok(true)
 }

@@ -100,7 +100,7 @@ pub(crate) fn copy(driver: &dyn Driver, args: &CopyArgs, console: &mut Console<'
         let out = args.out.as_ref().filter(|_| i == 0).map(open_output).transpose()?;
         if args.verify || out.is_some() {
             let expected = args.verify.then(|| bytes.open()).transpose()?;
-            well &= read_back(&way.stream, &way.destination, &way.to.name, len, expected, out, console)?;
+            well &= read_back(&session.stream(), &way.destination, &way.to.name, len, expected, out, console)?;
         }
     }
     Ok(well)

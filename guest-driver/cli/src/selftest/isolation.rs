@@ -5,9 +5,9 @@
 //! Not here: other VMs, which the host's tests look after.
 
 use anyhow::{Result, bail};
-use peergate_guest::{Access, Buffer, FaultReason, Session, Status, download, upload};
+use peergate_guest::{Access, Buffer, FaultReason, Status, download, upload};
 
-use super::witness::{Refusal, fault, refused, status_of};
+use super::witness::{Refusal, refused, refused_free};
 use super::{Bench, Case, Row};
 use crate::pattern::{Compare, Pattern};
 
@@ -51,22 +51,11 @@ fn foreign_address(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     Ok(vec![refused(name, &mine, work, &expected)?])
 }
 
-/// FREE of a handle that is not this process's; the event names no owner.
-fn refused_handle(name: &str, session: &Session, handle: u64) -> Result<Row> {
-    let status = status_of(session.channel().free(handle))?;
-    let event = fault(session, |_| true)?;
-    let reason = event.and_then(|event| event.reason).map_or("none", FaultReason::name);
-    let owner = event.and_then(|event| event.owner).map_or_else(|| "nobody".to_owned(), |owner| owner.to_string());
-    let words =
-        |status: &str, reason: &str, owner: &str| format!("FREE answers {status}; event: {reason}, owner {owner}");
-    let expected = words(Status::NoEnt.name(), FaultReason::Domain.name(), "nobody");
-    Ok(Row::new(name, expected, words(status, reason, &owner)))
-}
-
+/// The handle of another process's buffer; the event does not say whose it is.
 fn foreign_handle(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let (mine, theirs) = (bench.session()?, bench.session()?);
     let buffer = theirs.alloc(bench.gpu.number, PAGE, Access::RW)?;
-    let row = refused_handle(name, &mine, buffer.handle())?;
+    let row = refused_free(name, &mine, buffer.handle(), Status::NoEnt, FaultReason::Domain)?;
     // The owner still has it.
     theirs.stream().fill(buffer.iova(), 1, PAGE)?.wait()?;
     Ok(vec![row])
@@ -74,7 +63,8 @@ fn foreign_handle(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
 
 /// A handle that never was answers as one of another process does.
 fn unknown_handle(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
-    Ok(vec![refused_handle(name, &bench.session()?, u64::from(u32::MAX - 7))?])
+    let handle = u64::from(u32::MAX - 7);
+    Ok(vec![refused_free(name, &bench.session()?, handle, Status::NoEnt, FaultReason::Domain)?])
 }
 
 /// Two processes have buffers, perhaps at one address; each reads what it wrote.

@@ -26,8 +26,10 @@ use crate::{Meters, chain};
 /// What to try.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// File for the main job; a pattern without it.
+    /// File for the main job; a pattern of `size` bytes without it.
     pub file: Option<PathBuf>,
+    /// Bytes that cases move which move many; not 0.
+    pub size: u64,
     /// Names of the cases to run; none means all.
     pub only: Vec<String>,
     /// Path that copies between GPU and FPGA are to take.
@@ -38,7 +40,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { file: None, only: Vec::new(), path: TransferPath::Direct, meters: Meters::Quiet }
+        Self { file: None, size: 8 << 20, only: Vec::new(), path: TransferPath::Direct, meters: Meters::Quiet }
     }
 }
 
@@ -151,8 +153,8 @@ pub fn run(driver: &dyn Driver, options: &Options, report: &mut dyn FnMut(&Row))
 
 /// `pgctl selftest`.
 pub(crate) fn command(driver: &dyn Driver, args: &SelftestArgs, console: &mut Console<'_>) -> Result<bool> {
-    let options =
-        Options { file: args.file.clone(), only: args.only.clone(), path: args.path.into(), meters: console.meters() };
+    let (file, only) = (args.file.clone(), args.only.clone());
+    let options = Options { file, only, path: args.path.into(), meters: console.meters(), ..Options::default() };
     let mut said = Ok(());
     let summary = run(driver, &options, &mut |row| {
         if said.is_ok() {

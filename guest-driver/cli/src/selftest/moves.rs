@@ -15,8 +15,6 @@ use crate::fpga::Cipher;
 use crate::job::Job;
 use crate::pattern::{Compare, Pattern};
 
-/// Bytes of a pattern that is moved.
-const SIZE: u64 = 8 << 20;
 /// Seed of the main job's pattern.
 const SEED: u64 = 0x5eed;
 
@@ -32,7 +30,7 @@ fn main_job(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let session = bench.session()?;
     let len = match &bench.options.file {
         Some(path) => std::fs::metadata(path).with_context(|| format!("Could not look at {}", path.display()))?.len(),
-        None => SIZE,
+        None => bench.options.size,
     };
     let open = || -> Result<Box<dyn Read>> {
         Ok(match &bench.options.file {
@@ -59,43 +57,44 @@ fn equal(len: u64) -> String {
     format!("{len} bytes equal to the CPU's ChaCha20")
 }
 
-/// Reads `len` bytes of `buffer` back and compares them with what `expected` yields.
-fn compare(stream: &Stream, buffer: &Buffer, len: u64, expected: impl Read) -> Result<Option<u64>> {
+/// Reads `len` bytes at `address` back and answers where they differ from what `expected` yields.
+fn difference(session: &Session, address: u64, len: u64, expected: impl Read) -> Result<Option<u64>> {
     let mut compare = Compare::new(expected);
-    download(stream, buffer.iova(), &mut compare, len, &mut |_| {})?;
+    download(&session.stream(), address, &mut compare, len, &mut |_| {})?;
     Ok(compare.first_difference())
 }
 
 /// GPU to FPGA and FPGA to GPU at the same time, on two streams.
 fn both_directions(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let session = bench.session()?;
+    let size = bench.options.size;
     let ways = [(&bench.gpu, &bench.fpga, 11), (&bench.fpga, &bench.gpu, 12)];
     let mut ready = Vec::new();
     for (from, to, seed) in ways {
         session.peer_enable(from.number, to.number, Access::WRITE)?;
-        let source = session.alloc(from.number, SIZE, Access::RW)?;
-        let destination = session.alloc(to.number, SIZE, Access::RW)?;
+        let source = session.alloc(from.number, size, Access::RW)?;
+        let destination = session.alloc(to.number, size, Access::RW)?;
         let stream = session.stream().by(from.number);
-        upload(&stream, source.iova(), &mut Pattern::new(seed), SIZE, &mut |_| {})?;
+        upload(&stream, source.iova(), &mut Pattern::new(seed), size, &mut |_| {})?;
         ready.push((source, destination, stream));
     }
     let moved: Vec<Result<Moved, _>> = thread::scope(|scope| {
         let copy = |(source, destination, stream): &(Buffer, Buffer, Stream)| {
-            copy_all(stream, destination.iova(), source.iova(), SIZE, &mut |_| {})
+            copy_all(stream, destination.iova(), source.iova(), size, &mut |_| {})
         };
         let running: Vec<_> = ready.iter().map(|way| scope.spawn(move || copy(way))).collect();
         running.into_iter().map(|way| way.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     });
     let mut rows = Vec::new();
     let mut wrong = Vec::new();
-    for (((from, to, seed), (_, destination, stream)), moved) in ways.iter().zip(&ready).zip(moved) {
+    for (((from, to, seed), (_, destination, _)), moved) in ways.iter().zip(&ready).zip(moved) {
         let way = format!("{}-to-{}", from.name, to.name);
         rows.push(Row::moved(&format!("{name}/{way}"), bench.options.path, moved?));
-        if let Some(at) = compare(stream, destination, SIZE, Pattern::new(*seed))? {
+        if let Some(at) = difference(&session, destination.iova(), size, Pattern::new(*seed))? {
             wrong.push(format!("{way}: byte {at} differs"));
         }
     }
-    let all = format!("2 times {SIZE} bytes as sent");
+    let all = format!("2 times {size} bytes as sent");
     let got = if wrong.is_empty() { all.clone() } else { wrong.join(", ") };
     rows.insert(0, Row::new(name, all, got));
     Ok(rows)
@@ -119,18 +118,14 @@ fn peer_path(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
 fn fresh_memory_zero(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let mut wrong = Vec::new();
     for endpoint in [&bench.gpu, &bench.fpga] {
-        let len = SIZE.min(endpoint.memory_free / 2);
+        let len = bench.options.size.min(endpoint.memory_free / 2);
         let mut dirty = |session: &Session, after: &str| -> Result<()> {
             let request =
                 Alloc { endpoint: endpoint.number, flags: uapi::READ | uapi::WRITE, length: len, ..Alloc::default() };
             let Alloc { handle, iova, .. } = session.channel().alloc(request)?;
-            let mut compare = Compare::new(std::io::repeat(0));
-            let stream = session.stream();
-            download(&stream, iova, &mut compare, len, &mut |_| {})?;
-            wrong.extend(
-                compare.first_difference().map(|at| format!("{}: byte {at} is not 0 after {after}", endpoint.name)),
-            );
-            fill_all(&stream, iova, u64::MAX, len, &mut |_| {})?;
+            let found = difference(session, iova, len, std::io::repeat(0))?;
+            wrong.extend(found.map(|at| format!("{}: byte {at} is not 0 after {after}", endpoint.name)));
+            fill_all(&session.stream(), iova, u64::MAX, len, &mut |_| {})?;
             if after != "FREE by another process" {
                 session.channel().free(handle)?;
             }

@@ -5,7 +5,7 @@
 use anyhow::Result;
 use peergate_guest::{Access, Buffer, FaultReason, HostBuffer, Session, Status, Stream, download};
 
-use super::witness::{Refusal, ends_with, fault, refused, status_of};
+use super::witness::{Refusal, ends_with, refused, refused_free, status_of};
 use super::{Bench, Case, Row};
 use crate::pattern::Compare;
 
@@ -202,11 +202,7 @@ fn freed_handle(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let buffer = scene.session.alloc(scene.gpu, PAGE, Access::RW)?;
     let handle = buffer.handle();
     buffer.free()?;
-    let got = status_of(scene.session.channel().free(handle))?;
-    let event = fault(&scene.session, |notice| notice.value == handle)?;
-    let reason = event.and_then(|event| event.reason).map_or("none", FaultReason::name);
-    let words = |status: &str, reason: &str| format!("FREE answers {status}; event: {reason} with the handle");
-    Ok(vec![Row::new(name, words(Status::Stale.name(), FaultReason::Stale.name()), words(got, reason))])
+    Ok(vec![refused_free(name, &scene.session, handle, Status::Stale, FaultReason::Stale)?])
 }
 
 fn freed_address(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {

@@ -89,6 +89,27 @@ pub(super) fn ends_with(name: &str, session: &Session, work: Work, status: Statu
     Ok(Row::new(name, status.name(), outcome.status.name()))
 }
 
+/// FREE of a handle that must be refused, and of the fault event that comes with it reason and owner.
+pub(super) fn refused_free(
+    name: &str,
+    session: &Session,
+    handle: u64,
+    status: Status,
+    reason: FaultReason,
+) -> Result<Row> {
+    let answer = status_of(session.channel().free(handle))?;
+    let event = if answer == Status::Ok.name() { None } else { fault(session, |notice| notice.value == handle)? };
+    let words = |answer: &str, reason: Option<FaultReason>, owner: Option<u32>| {
+        let owner = owner.map_or_else(|| "nobody".to_owned(), |owner| owner.to_string());
+        format!(
+            "FREE answers {answer}; event: {} with the handle, owner {owner}",
+            reason.map_or("none", FaultReason::name)
+        )
+    };
+    let got = words(answer, event.and_then(|event| event.reason), event.and_then(|event| event.owner));
+    Ok(Row::new(name, words(status.name(), Some(reason), None), got))
+}
+
 /// The status of a call that must be refused.
 ///
 /// # Errors
