@@ -15,11 +15,12 @@ mod witness;
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
-use peergate_guest::{Driver, EndpointInfo, EndpointKind, Moved, Session, TransferPath};
+use peergate_guest::{Driver, EndpointInfo, EndpointKind, FaultReason, Moved, Notice, Session, TransferPath};
 use serde::Serialize;
 use serde_json::json;
 
 use crate::args::SelftestArgs;
+use crate::commands::access_text;
 use crate::console::{Console, moved_json, moved_text, with};
 use crate::{Meters, chain};
 
@@ -57,12 +58,14 @@ pub struct Row {
     pub ok: bool,
     /// Of a row about bytes that moved: how many, how fast, which way.
     pub moved: Option<Moved>,
+    /// Of a refusal: the fault event that came with it.
+    pub fault: Option<Notice>,
 }
 
 impl Row {
     fn new(name: &str, expected: impl Into<String>, got: impl Into<String>) -> Self {
         let (expected, got) = (expected.into(), got.into());
-        Self { name: name.to_owned(), ok: expected == got, expected, got, moved: None }
+        Self { name: name.to_owned(), ok: expected == got, expected, got, moved: None, fault: None }
     }
 
     /// A row about bytes that are to take `path`.
@@ -70,11 +73,29 @@ impl Row {
         Self { moved: Some(moved), ..Self::new(name, path.name(), moved.path.name()) }
     }
 
-    /// The row as an object: name, expected, got, ok, and of moved bytes also bytes, seconds, gb_per_s, path, reason.
+    /// A row about a refusal, with the fault event that came.
+    fn refusal(name: &str, expected: impl Into<String>, got: impl Into<String>, fault: Option<Notice>) -> Self {
+        Self { fault, ..Self::new(name, expected, got) }
+    }
+
+    /// The row as an object: name, expected, got, ok; of moved bytes also bytes, seconds, gb_per_s, path, reason; of a refusal also fault, as
+    /// the operator's log has it.
     pub fn to_json(&self) -> serde_json::Value {
         let row = json!({"name": self.name, "expected": self.expected, "got": self.got, "ok": self.ok});
-        self.moved.iter().fold(row, |row, moved| with(row, moved_json(moved)))
+        let row = self.moved.iter().fold(row, |row, moved| with(row, moved_json(moved)));
+        self.fault.iter().fold(row, |row, fault| with(row, json!({"fault": fault_json(fault)})))
     }
+}
+
+fn fault_json(fault: &Notice) -> serde_json::Value {
+    json!({
+        "reason": fault.reason.map(FaultReason::name),
+        "address": fault.address,
+        "access": access_text(fault.access),
+        "accessor": fault.accessor,
+        "cookie": fault.cookie,
+        "value": fault.value,
+    })
 }
 
 impl Serialize for Row {

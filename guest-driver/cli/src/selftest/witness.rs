@@ -73,14 +73,12 @@ pub(super) fn fault(session: &Session, wanted: impl Fn(&Notice) -> bool) -> Resu
 pub(super) fn refused(name: &str, session: &Session, work: Work, expected: &Refusal) -> Result<Row> {
     let ticket = session.submit(work)?;
     let outcome = ticket.outcome(session.patience())?;
-    let got = if outcome.status == Status::Ok {
-        format!("OK, {} bytes moved", outcome.bytes)
-    } else {
-        let event = fault(session, |notice| notice.cookie == ticket.cookie())?;
-        let completion = completion_words(outcome.status, outcome.fault.map(|fault| (fault.reason, fault.address)));
-        words(&completion, &notice_words(event.as_ref()))
-    };
-    Ok(Row::new(name, expected.words(), got))
+    if outcome.status == Status::Ok {
+        return Ok(Row::new(name, expected.words(), format!("OK, {} bytes moved", outcome.bytes)));
+    }
+    let event = fault(session, |notice| notice.cookie == ticket.cookie())?;
+    let completion = completion_words(outcome.status, outcome.fault.map(|fault| (fault.reason, fault.address)));
+    Ok(Row::refusal(name, expected.words(), words(&completion, &notice_words(event.as_ref())), event))
 }
 
 /// Submits `work`, which must end with `status`; no event is asked for.
@@ -107,7 +105,7 @@ pub(super) fn refused_free(
         )
     };
     let got = words(answer, event.and_then(|event| event.reason), event.and_then(|event| event.owner));
-    Ok(Row::new(name, words(status.name(), Some(reason), None), got))
+    Ok(Row::refusal(name, words(status.name(), Some(reason), None), got, event))
 }
 
 /// The status of a call that must be refused.
