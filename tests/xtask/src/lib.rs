@@ -3,5 +3,7 @@
 //! The binary `xtask` is a thin command line over it; end-to-end tests may use it too. It knows nothing of the device.
 #![forbid(unsafe_code)]
 
+pub mod demo;
 pub mod guest;
 pub mod kit;
+pub mod work;

@@ -17,6 +17,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Demo(cmd::demo::DemoArgs),
     Kit(cmd::kit::KitArgs),
     /// Check formatting, clippy and the documentation; warnings are failures
     Lint,
@@ -26,6 +27,7 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Demo(args) => cmd::demo::run(args),
         Command::Kit(args) => cmd::kit::run(&args),
         Command::Lint => cmd::lint::run(),
         Command::Test => cmd::test::run(),

@@ -1,14 +1,14 @@
 //! One module a command of `cargo xtask`, and the step runner they share.
 
+pub(crate) mod demo;
 pub(crate) mod kit;
 pub(crate) mod lint;
 pub(crate) mod test;
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
+pub(crate) use xtask::work::{cargo, checkout, must};
 
 /// Named steps, all of which run; what failed is said again at the end.
 #[derive(Debug, Default)]
@@ -43,27 +43,4 @@ impl Steps {
         }
         Ok(())
     }
-}
-
-/// The root of the checkout.
-pub(crate) fn checkout() -> PathBuf {
-    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
-    here.ancestors().nth(2).unwrap_or(here).to_owned()
-}
-
-/// A cargo of the running toolchain, at the root of the checkout.
-pub(crate) fn cargo(words: &[&str]) -> Command {
-    let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(program);
-    command.args(words).current_dir(checkout());
-    command
-}
-
-/// Runs a command with this process's streams; it must succeed.
-pub(crate) fn must(mut command: Command) -> Result<()> {
-    let status = command.status().with_context(|| format!("Cannot run {:?}", command.get_program()))?;
-    if !status.success() {
-        bail!("The command ended with {status}");
-    }
-    Ok(())
 }

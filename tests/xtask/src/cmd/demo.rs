@@ -1,0 +1,55 @@
+//! `cargo xtask demo`: the whole of Peergate in one run.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use clap::Args;
+use xtask::demo::{self, Row};
+use xtask::kit::Kit;
+
+/// Boot a Linux guest, move a real file between a GPU and an FPGA, and show every refusal
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// Run the same scenario from a process of this host, without a guest; needs no kit
+    #[arg(long)]
+    no_vm: bool,
+    /// Print rows as JSON, one a line: name, expected, got, ok; moved bytes also bytes, seconds, `gb_per_s`, path, reason
+    #[arg(long)]
+    json: bool,
+    /// The file to move, of at least 8 MiB; the guest's kernel image by default
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: DemoArgs) -> Result<()> {
+    let json = args.json;
+    let mut report = |row: &Row| {
+        if json {
+            println!("{}", serde_json::to_string(row).unwrap_or_default());
+        }
+    };
+    let rows = if args.no_vm {
+        demo::without_vm(args.file.as_deref(), &mut report)?
+    } else {
+        demo::in_guest(&Kit::ensure()?, args.file, &mut report)?
+    };
+    if !json {
+        table("What moved", rows.all().iter().filter(|row| row.bytes.is_some()));
+        table("What was refused, and what else was tried", rows.all().iter().filter(|row| row.bytes.is_none()));
+    }
+    let (all, failed) = (rows.all().len(), rows.failed());
+    if failed > 0 {
+        bail!("{failed} of {all} rows are not as expected");
+    }
+    if !json {
+        println!("\nAll {all} rows are as expected.");
+    }
+    Ok(())
+}
+
+fn table<'a>(title: &str, rows: impl Iterator<Item = &'a Row>) {
+    println!("\n{title}");
+    for row in rows {
+        println!("  {}", row.text().replace('\n', "\n  "));
+    }
+}

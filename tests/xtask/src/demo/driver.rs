@@ -1,0 +1,83 @@
+//! The guest driver's own tests: what load, unload, reload, unbind and killed processes leave behind.
+//!
+//! [`SCRIPT`] runs in the guest, in busybox's shell, and prints one line a test: `test NAME EXPECTED GOT`. Memory that the driver pins or allocates is
+//! counted by the kernel itself (`/proc/vmstat`, `/proc/meminfo`), before and after.
+//!
+//! Not here: transfers.
+
+use anyhow::{Context, Result};
+
+use super::rows::{Row, Rows};
+
+/// Reads the lines of [`SCRIPT`].
+///
+/// # Errors
+/// When a line is none of its own.
+pub fn read_results(lines: &[&str], rows: &mut Rows) -> Result<()> {
+    for line in lines.iter().filter(|line| **line != "done") {
+        let mut words = line.splitn(4, ' ');
+        let row = (|| {
+            words.next().filter(|word| *word == "test")?;
+            Some(Row::new(format!("driver/{}", words.next()?), words.next()?, words.next()?))
+        })();
+        rows.add(row.with_context(|| format!("The driver's tests printed {line:?}"))?);
+    }
+    Ok(())
+}
+
+/// See the module. The file descriptor 3 takes results.
+pub const SCRIPT: &str = r#"
+say() { echo "test $1 $2 $3" >&3; }
+pinned() { a=$(grep nr_foll_pin_acquired /proc/vmstat | cut -d' ' -f2); r=$(grep nr_foll_pin_released /proc/vmstat | cut -d' ' -f2); echo $((a - r)); }
+# Waits until a command says what is wanted; a bounded number of looks, a tenth of a second apart.
+until_is() { want=$1; shift; n=0; got=$("$@" 2>/dev/null); while [ "$got" != "$want" ] && [ $n -lt 100 ]; do usleep 100000; n=$((n+1)); got=$("$@" 2>/dev/null); done; echo "$got"; }
+users() { grep '^peergate ' /proc/modules | cut -d' ' -f3; }
+loaded() { grep -c '^peergate ' /proc/modules; }
+device() { for d in /sys/bus/virtio/drivers/peergate/virtio*; do [ -e "$d" ] && basename $d; done; }
+nodes() { ls /dev | grep -c '^peergate'; }
+busy() { pgctl copy --from gpu0 --to fpga0 --size 32M --repeat 100000 >/dev/null 2>/tmp/busy.log & }
+moving() { pgctl info --json | grep -c memory_free; }
+
+say pinned-after-selftest 0 $(until_is 0 pinned)
+say module-users-after-selftest 0 $(until_is 0 users)
+
+# A process killed in mid-copy.
+busy; victim=$!
+until_is 1 users >/dev/null
+kill -9 $victim; wait $victim 2>/dev/null
+say users-after-kill 0 $(until_is 0 users)
+say pinned-after-kill 0 $(until_is 0 pinned)
+pgctl copy --from gpu0 --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-kill 0 $?
+
+# Unload right behind a killed process: its DETACH may still be on its way.
+busy; victim=$!
+until_is 1 users >/dev/null
+kill -9 $victim; wait $victim 2>/dev/null
+until_is 0 users >/dev/null
+rmmod peergate; say unload-behind-a-kill 0 $?
+say nodes-after-unload 0 $(nodes)
+say pinned-after-unload 0 $(until_is 0 pinned)
+insmod /lib/peergate.ko; say reload 0 $?
+pgctl copy --from gpu0 --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-reload 0 $?
+
+# With a file open the module stays, but the device can be taken away in mid-copy.
+busy; victim=$!
+until_is 1 users >/dev/null
+rmmod peergate 2>/dev/null; say unload-while-open-is-refused 1 $(loaded)
+name=$(device)
+echo $name > /sys/bus/virtio/drivers/peergate/unbind; say unbind-in-mid-copy 0 $?
+wait $victim; say copy-ends-with-an-error 1 $?
+say users-after-unbind 0 $(until_is 0 users)
+say pinned-after-unbind 0 $(until_is 0 pinned)
+say nodes-after-unbind 0 $(nodes)
+echo $name > /sys/bus/virtio/drivers/peergate/bind; say bind-again 0 $?
+pgctl copy --from gpu0 --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-bind 0 $?
+
+# Many loads leave no memory behind.
+slab() { grep -E '^(SUnreclaim|VmallocUsed)' /proc/meminfo | tr -s ' ' | cut -d' ' -f2 | awk '{s+=$1} END {print s}'; }
+n=0; while [ $n -lt 3 ]; do rmmod peergate; insmod /lib/peergate.ko; n=$((n+1)); done
+before=$(slab)
+n=0; while [ $n -lt 20 ]; do rmmod peergate; insmod /lib/peergate.ko; n=$((n+1)); done
+after=$(slab)
+say memory-after-20-loads kept $([ $((after - before)) -lt 1024 ] && echo kept || echo grew-by-$((after - before))-KiB)
+"#;

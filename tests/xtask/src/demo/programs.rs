@@ -1,0 +1,89 @@
+//! The programs that take part, built once with the `fast` profile.
+//!
+//! Not here: running the daemon or a guest.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+
+use super::Rows;
+use super::daemon::Daemon;
+use crate::kit::Kit;
+use crate::work::{cargo, checkout, must};
+
+/// Where the programs are.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    dir: PathBuf,
+}
+
+impl Programs {
+    /// Builds the packages. Says so on stderr, since it can take minutes.
+    ///
+    /// # Errors
+    /// When one does not build.
+    pub fn build(packages: &[&str]) -> Result<Self> {
+        eprintln!("building {}", packages.join(", "));
+        let mut command = cargo(&["build", "--quiet", "--profile", "fast"]);
+        for package in packages {
+            command.args(["--package", package]);
+        }
+        must(command).context("The programs do not build")?;
+        Ok(Self { dir: target_dir().join("fast") })
+    }
+
+    /// A command that runs a built program.
+    #[must_use]
+    pub fn command(&self, name: &str) -> Command {
+        Command::new(self.path(name))
+    }
+
+    /// Where a built program is.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// Builds the guest's kernel module; any warning is a failure.
+    ///
+    /// # Errors
+    /// When it does not build clean.
+    pub fn module(&self, kit: &Kit) -> Result<PathBuf> {
+        let drivers = checkout().join("guest-driver");
+        let out = target_dir().join("guest-module");
+        eprintln!("building the kernel module for {}", kit.kernel_release());
+        let built = kit.build_module(&drivers.join("kernel"), &[&drivers.join("uapi")], &out)?;
+        built.into_iter().next().context("The kernel module was not built")
+    }
+
+    /// Runs the scenario from a front-end in a process of this host.
+    ///
+    /// # Errors
+    /// When it does not run to its end.
+    pub fn scenario(&self, daemon: &Daemon, file: Option<&Path>, rows: &mut Rows) -> Result<()> {
+        let mut command = self.command("scenario");
+        command.arg("--socket").arg(daemon.tenant_socket()).arg("--json");
+        if let Some(file) = file {
+            command.arg("--file").arg(file);
+        }
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("Cannot start the front-end")?;
+        let output = child.stdout.take().context("The front-end has no output")?;
+        let lines: Vec<String> =
+            BufReader::new(output).lines().collect::<std::io::Result<_>>().context("Cannot read the front-end")?;
+        let status = child.wait().context("Cannot wait for the front-end")?;
+        rows.add_selftest(lines.iter().map(String::as_str))?;
+        if !status.success() && rows.failed() == 0 {
+            bail!("The front-end ended with {status}");
+        }
+        Ok(())
+    }
+}
+
+/// Where cargo puts what it builds.
+#[must_use]
+pub fn target_dir() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| checkout().join("target"), PathBuf::from)
+}
