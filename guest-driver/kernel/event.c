@@ -127,7 +127,7 @@ static void pg_event_dispatch(struct pg_device *dev, const struct virtio_peergat
  */
 void pg_event_done(struct virtqueue *vq)
 {
-	struct pg_queue *queue = vq->priv;
+	struct pg_queue *queue = pg_queue_of(vq);
 	struct virtio_peergate_event *event;
 	unsigned long flags;
 	unsigned int used;

@@ -355,10 +355,8 @@ static int pg_find_queues(struct pg_device *dev)
 			dev->queue_count, ret);
 		goto out;
 	}
-	for (i = 0; i < dev->queue_count; i++) {
+	for (i = 0; i < dev->queue_count; i++)
 		dev->queues[i].vq = vqs[i];
-		vqs[i]->priv = &dev->queues[i];
-	}
 	if (!virtio_has_feature(dev->vdev, VIRTIO_RING_F_INDIRECT_DESC) &&
 	    virtqueue_get_vring_size(vqs[VIRTIO_PEERGATE_VQ_CONTROL]) < PG_MAX_SG) {
 		dev_err(&dev->vdev->dev, "control queue is too short and INDIRECT_DESC not offered\n");

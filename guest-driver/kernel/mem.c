@@ -14,6 +14,7 @@
 #include <linux/sched/signal.h>
 #include <linux/sizes.h>
 #include <linux/slab.h>
+#include <linux/uaccess.h>
 
 #include "peergate_internal.h"
 
@@ -421,7 +422,6 @@ int pg_map(struct pg_file *file, void *data)
 {
 	struct peergate_map *arg = data;
 	struct pg_range *range;
-	u64 last;
 	int ret;
 
 	BUILD_BUG_ON(PEERGATE_READ != VIRTIO_PEERGATE_MAP_READ ||
@@ -429,7 +429,7 @@ int pg_map(struct pg_file *file, void *data)
 	if (!arg->flags || arg->flags & ~(PEERGATE_READ | PEERGATE_WRITE) || !arg->length ||
 	    !PAGE_ALIGNED(arg->address) || !PAGE_ALIGNED(arg->length))
 		return -EINVAL;
-	if (check_add_overflow(arg->address, arg->length - 1, &last) || last > ULONG_MAX)
+	if (!access_ok(u64_to_user_ptr(arg->address), arg->length))
 		return -EFAULT;
 
 	range = pg_range_alloc(file, arg->length);

@@ -295,6 +295,19 @@ static inline bool pg_is_gone(struct pg_device *dev)
 	return smp_load_acquire(&dev->state) == PG_GONE;
 }
 
+/**
+ * pg_queue_of() - The queue of a virtqueue.
+ * @vq: the virtqueue
+ *
+ * Return: the queue.
+ */
+static inline struct pg_queue *pg_queue_of(struct virtqueue *vq)
+{
+	struct pg_device *dev = vq->vdev->priv;
+
+	return &dev->queues[vq->index];
+}
+
 /* vq.c */
 struct pg_msg *pg_msg_alloc(u16 opcode, u32 domain, u32 session, size_t body_len,
 			    size_t reply_len);

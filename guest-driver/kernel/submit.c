@@ -223,7 +223,7 @@ static void pg_chain_complete(struct pg_chain *chain, bool lost)
  */
 void pg_submit_done(struct virtqueue *vq)
 {
-	struct pg_queue *queue = vq->priv;
+	struct pg_queue *queue = pg_queue_of(vq);
 	struct pg_chain *chain;
 	unsigned long flags;
 	unsigned int used;
@@ -462,6 +462,7 @@ int pg_wait(struct pg_file *file, void *data)
 		return -EINVAL;
 	init_waitqueue_func_entry(&waiter.wait, pg_waiter_wake);
 	waiter.wait.private = current;
+	INIT_LIST_HEAD(&waiter.wait.entry);
 	for (;;) {
 		prepare_to_wait(&file->ring_wait, &waiter.wait, TASK_INTERRUPTIBLE);
 		/* Gone is looked at first: it becomes true after the last entry. */

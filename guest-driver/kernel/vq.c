@@ -310,7 +310,7 @@ int pg_request(struct pg_file *file, u16 opcode, const void *body, size_t body_l
  */
 void pg_control_done(struct virtqueue *vq)
 {
-	struct pg_queue *queue = vq->priv;
+	struct pg_queue *queue = pg_queue_of(vq);
 	unsigned long flags;
 
 	spin_lock_irqsave(&queue->lock, flags);
