@@ -1,0 +1,85 @@
+//! The virtual IOMMU by itself: what one side of a copy pays for its translation, and what a mapping costs.
+
+use std::hint::black_box;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use iommu_addr::{Access, Addr, DomainId, EndpointId, Gpa, Iova, Location, Range, Segment};
+use iommu_core::{Domain, Iommu, Iotlb, Limits, Origin, Pins};
+
+use crate::Report;
+
+const PAGE: u64 = 4096;
+const MAPPINGS: u32 = 1 << 20;
+const BATCH: u32 = 32;
+const ACCESSOR: EndpointId = EndpointId::local(0);
+const FIRST: Iova = Iova(1 << 32);
+
+pub(crate) fn run(report: &mut Report) -> Result<()> {
+    if !report.wants(&["translate_hit", "translate_miss", "map_unmap_iommu"]) {
+        return Ok(());
+    }
+    let limits =
+        Limits { domains: 1, mappings: MAPPINGS + 1, segments: MAPPINGS + 1, pieces: MAPPINGS, iova: Range::all() };
+    let iommu = Iommu::new(limits, [ACCESSOR])?;
+    let domain = iommu.attach(DomainId(1), ACCESSOR)?;
+    for index in 0..u64::from(MAPPINGS) {
+        // Neighbours are far apart in guest memory, so that nothing can be joined.
+        let gpa = index.wrapping_mul(0x9e37_79b9) % (1 << 24) * 2 * PAGE;
+        map(&domain, page(index)?, gpa)?;
+    }
+    let mut iotlb = Iotlb::default();
+    let few: Vec<Iova> = (0..u64::from(BATCH)).map(page).collect::<Result<_>>()?;
+    report.rate("translate_hit", "translations/s", || translate(&domain, &mut iotlb, &few, false))?;
+    let mut random = Random(1);
+    report.rate("translate_miss", "translations/s", || {
+        let batch: Vec<Iova> = (0..BATCH).map(|_| page(random.next() % u64::from(MAPPINGS))).collect::<Result<_>>()?;
+        translate(&domain, &mut iotlb, &batch, true)
+    })?;
+    let spare = page(u64::from(MAPPINGS))?;
+    report.rate("map_unmap_iommu", "pairs/s", || {
+        for _ in 0..BATCH {
+            map(&domain, spare, 0)?;
+            ensure!(domain.unmap(range(spare)?)?.is_done(), "Nothing is pinned");
+        }
+        Ok(u64::from(BATCH))
+    })
+}
+
+/// What a batch of jobs does: a hint for all of them, then pins for each.
+fn translate(domain: &Arc<Domain>, iotlb: &mut Iotlb, batch: &[Iova], hint: bool) -> Result<u64> {
+    if hint {
+        domain.prefetch(iotlb, batch);
+    }
+    for at in batch {
+        let mut pins = Pins::new(&**domain, ACCESSOR).ok().context("The accessor is attached")?;
+        let found = pins.translate(iotlb, Range::with_len(*at, 64).context("64 bytes")?, Access::READ);
+        black_box(found.ok().context("The page is mapped")?);
+    }
+    Ok(batch.len() as u64)
+}
+
+fn page(index: u64) -> Result<Iova> {
+    FIRST.checked_add(index * PAGE).context("Within the space")
+}
+
+fn range(at: Iova) -> Result<Range<Iova>> {
+    Range::with_len(at, PAGE).context("Within the space")
+}
+
+fn map(domain: &Domain, at: Iova, gpa: u64) -> Result<()> {
+    let segment = Segment { at: Location::Ram(Gpa(gpa)), len: PAGE };
+    Ok(domain.map(range(at)?, &[segment], Access::RW, Origin::Guest)?)
+}
+
+/// Enough for addresses that a prefetcher does not guess.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}

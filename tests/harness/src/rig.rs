@@ -1,0 +1,179 @@
+//! A device served in the test's own process: no daemon, no sandbox, one connection.
+//!
+//! For what needs speed or a look inside: benchmarks, fuzzing, and tests of the transport itself. [`crate::daemon`] has the real thing.
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use anyhow::{Context, Result, bail};
+pub use hw_engine::EndpointKind;
+use hw_engine::{DmaEngine, EndpointSpec, Memory, RamMap};
+use hw_host::{HostEngine, HostMemory};
+use iommu_addr::EndpointId;
+use rustix::fs::SealFlags;
+use tempfile::TempDir;
+use vdev_device::{Counter, Device, DeviceSpec, FaultRecord, Gauge, Limits, Observer, Reach};
+use vmm_vhost_user::{Options, ServeError, UnsealedPolicy};
+
+use crate::ram::memory_file;
+
+/// Faults that a [`Recorder`] keeps.
+const FAULTS: usize = 1 << 16;
+
+/// How the device is made.
+#[derive(Clone, Debug)]
+pub struct RigOptions {
+    /// Its endpoints.
+    pub endpoints: Vec<EndpointSpec>,
+    /// Limits of its one tenant.
+    pub limits: Limits,
+    /// Who reaches whom.
+    pub reach: Reach,
+    /// Submission queues.
+    pub submit_queues: u16,
+    /// What becomes of guest memory that is not sealed.
+    pub unsealed_memory: UnsealedPolicy,
+}
+
+impl Default for RigOptions {
+    /// Two GPUs of 64 MiB and one submission queue.
+    fn default() -> Self {
+        Self {
+            endpoints: vec![endpoint(0, EndpointKind::Gpu, 64 << 20), endpoint(1, EndpointKind::Gpu, 64 << 20)],
+            limits: Limits::default(),
+            reach: Reach::all(),
+            submit_queues: 1,
+            unsealed_memory: UnsealedPolicy::Refuse,
+        }
+    }
+}
+
+/// A slice without registers.
+pub fn endpoint(id: u16, kind: EndpointKind, memory_len: u64) -> EndpointSpec {
+    EndpointSpec {
+        id: EndpointId::local(id),
+        kind,
+        name: format!("{kind}{id}"),
+        memory_len,
+        registers_len: 0,
+        granularity: 4096,
+        engines: 1,
+    }
+}
+
+/// What the device told its operator.
+#[derive(Debug, Default)]
+pub struct Recorder {
+    faults: Mutex<Vec<FaultRecord>>,
+    counts: [AtomicU64; Counter::ALL.len()],
+    gauges: [AtomicU64; Gauge::ALL.len()],
+}
+
+impl Recorder {
+    /// Refusals so far, oldest first; the first 65536 of them.
+    pub fn faults(&self) -> Vec<FaultRecord> {
+        self.faults.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// A counter.
+    pub fn counted(&self, counter: Counter) -> u64 {
+        self.counts[counter as usize].load(Ordering::Relaxed)
+    }
+
+    /// A gauge.
+    pub fn gauged(&self, gauge: Gauge) -> u64 {
+        self.gauges[gauge as usize].load(Ordering::Relaxed)
+    }
+}
+
+impl Observer for Recorder {
+    fn fault(&self, record: &FaultRecord) {
+        let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        if faults.len() < FAULTS {
+            faults.push(*record);
+        }
+    }
+
+    fn count(&self, counter: Counter, by: u64) {
+        self.counts[counter as usize].fetch_add(by, Ordering::Relaxed);
+    }
+
+    fn gauge(&self, gauge: Gauge, value: u64) {
+        self.gauges[gauge as usize].store(value, Ordering::Relaxed);
+    }
+}
+
+/// A device over slices of memory, with the CPU as its engine.
+pub fn host_device(options: &RigOptions, observer: Arc<dyn Observer>) -> Result<(Arc<Device>, Arc<HostMemory>)> {
+    let memory = Arc::new(HostMemory::new());
+    for endpoint in &options.endpoints {
+        let file = memory_file(endpoint.memory_len, SealFlags::SHRINK)?;
+        memory.add_aperture(endpoint.id, &file, endpoint.memory_len)?;
+    }
+    let engine: Arc<dyn DmaEngine> = Arc::new(HostEngine::new(Arc::clone(&memory) as Arc<dyn Memory>));
+    let spec = DeviceSpec {
+        endpoints: options.endpoints.clone(),
+        limits: options.limits.clone(),
+        reach: options.reach.clone(),
+        session: 1,
+        submit_queues: options.submit_queues,
+    };
+    let device = Device::new(spec, engine, Arc::clone(&memory) as Arc<dyn RamMap>, observer)?;
+    Ok((device, memory))
+}
+
+/// A socket with a device behind it.
+#[derive(Debug)]
+pub struct Rig {
+    dir: TempDir,
+    session: Option<JoinHandle<Result<(), ServeError>>>,
+    recorder: Arc<Recorder>,
+}
+
+impl Rig {
+    /// Starts serving one connection.
+    pub fn start(options: &RigOptions) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("peergate-rig-").tempdir()?;
+        let listener = UnixListener::bind(dir.path().join("sock"))?;
+        let recorder = Arc::new(Recorder::default());
+        let (device, memory) = host_device(options, Arc::clone(&recorder) as Arc<dyn Observer>)?;
+        let serve = Options { unsealed_memory: options.unsealed_memory, ..Options::default() };
+        let session = std::thread::Builder::new()
+            .name("rig".into())
+            .spawn(move || vmm_vhost_user::serve(listener.into(), device, memory, &serve, || {}))?;
+        Ok(Self { dir, session: Some(session), recorder })
+    }
+
+    /// Where to connect.
+    pub fn socket(&self) -> PathBuf {
+        socket(self.dir.path())
+    }
+
+    /// What the device told its operator.
+    pub fn recorder(&self) -> &Recorder {
+        &self.recorder
+    }
+
+    /// Waits until the session has ended, after the connection was closed, and says how.
+    pub fn finish(mut self) -> Result<Result<(), ServeError>> {
+        let session = self.session.take().context("A session ends once")?;
+        session.join().or_else(|_| bail!("The session panicked"))
+    }
+}
+
+fn socket(dir: &Path) -> PathBuf {
+    dir.join("sock")
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if let Some(session) = self.session.take() {
+            // Whoever was to connect did not: nobody waits for this one's answer.
+            drop(UnixStream::connect(self.socket()));
+            let _ = session.join();
+        }
+    }
+}
