@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use iommu_addr::{Access, DomainId, EndpointId, Gpa, Iova, Location, Range, Segment};
-use iommu_core::{Domain, Iommu, Iotlb, Limits, Origin, Pins, Usage};
+use iommu_core::{Domain, Iommu, Iotlb, Limits, MapError, Origin, Pins, Usage};
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 use std::sync::Arc;
@@ -29,8 +29,12 @@ fn page(number: u64) -> Range<Iova> {
     Range::with_len(Iova(number << 12), 0x1000).unwrap()
 }
 
+fn try_map(domain: &Domain, at: Range<Iova>, gpa: u64) -> Result<(), MapError> {
+    domain.map(at, &[Segment { at: Location::Ram(Gpa(gpa)), len: 0x1000 }], Access::RW, Origin::Guest)
+}
+
 fn map(domain: &Domain, at: Range<Iova>, gpa: u64) {
-    domain.map(at, &[Segment { at: Location::Ram(Gpa(gpa)), len: 0x1000 }], Access::RW, Origin::Guest).unwrap();
+    try_map(domain, at, gpa).unwrap();
 }
 
 /// How many use what is mapped, and whether its unmapping was answered.
@@ -104,9 +108,8 @@ fn stale_translation_never_reaches_what_took_the_place() {
                 // Only ever the old place while the old mapping is held, or the new one.
                 assert!(matches!(found, None | Some(Location::Ram(Gpa(0xa000 | 0xb000)))), "{found:?}");
                 if found == Some(Location::Ram(Gpa(0xa000))) {
-                    assert!(domain.map(page(0), &[], Access::RW, Origin::Guest).is_err());
+                    assert_eq!(try_map(&domain, page(0), 0xc000), Err(MapError::Overlap { at: page(0) }));
                 }
-                found
             })
         };
         let answered = Arc::new(AtomicU32::new(0));
@@ -117,6 +120,28 @@ fn stale_translation_never_reaches_what_took_the_place() {
         }
         user.join().unwrap();
         assert_eq!(answered.load(Ordering::SeqCst), 1);
+    });
+}
+
+#[test]
+fn lookup_never_finds_what_took_the_place_of_its_record() {
+    check(|| {
+        let iommu = tenant(&[GPU]);
+        let domain = iommu.attach(DomainId(1), GPU).unwrap();
+        map(&domain, page(0), 0xa000);
+        let user = {
+            let domain = Arc::clone(&domain);
+            thread::spawn(move || {
+                let mut pins = Pins::new(&*domain, GPU).unwrap();
+                let found = pins.translate(&mut Iotlb::new(1), page(0), Access::READ);
+                let found = found.ok().map(|segments| segments[0].at);
+                assert!(matches!(found, None | Some(Location::Ram(Gpa(0xa000)))), "{found:?}");
+            })
+        };
+        domain.unmap(page(0)).unwrap().then(|| ());
+        map(&domain, page(1), 0xb000);
+        user.join().unwrap();
+        assert_eq!(iommu.usage().mappings, 1);
     });
 }
 
