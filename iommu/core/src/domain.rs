@@ -10,7 +10,7 @@
 
 use crate::drain::{Latch, Progress};
 use crate::fault::{Fault, FaultReason};
-use crate::index::{self, GROUP};
+use crate::index;
 use crate::iotlb::Iotlb;
 use crate::limits::{PAGE_SIZE, Quota};
 use crate::peers::Gates;
@@ -23,6 +23,9 @@ use smallvec::SmallVec;
 use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
+
+/// Addresses whose lookups overlap in [`Domain::prefetch`].
+const OVERLAP: usize = 32;
 
 /// Why nothing was mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -375,16 +378,13 @@ impl Domain {
     pub fn prefetch(&self, iotlb: &mut Iotlb, at: &[Iova]) {
         let (slab, index) = (&self.tenant.slab, &self.tenant.index);
         let classes = self.classes.load(Ordering::Relaxed);
-        for group in at.chunks(GROUP) {
-            let is_miss = |at: &Iova| iotlb.find(self.serial, *at).is_none();
-            let misses: SmallVec<[Iova; GROUP]> = group.iter().copied().filter(is_miss).collect();
-            let places = index.guess(self.serial, classes, &misses);
-            let touched = misses.iter().zip(places).fold(0, |sum, (_, place)| sum ^ slab.at(place).touch());
+        for group in at.chunks(OVERLAP) {
+            let mut entries: SmallVec<[u64; OVERLAP]> = SmallVec::new();
+            entries.extend(group.iter().map(|at| index.touch(self.serial, classes, *at)));
+            let touched = entries.iter().fold(0, |sum, entry| sum ^ index::Index::touch_record(slab, *entry));
             std::hint::black_box(touched);
-            for (at, place) in misses.iter().zip(places) {
-                if let Some(run) = slab.at(place).read_if(self.serial, *at) {
-                    iotlb.fill(*at, &run);
-                } else {
+            for at in group {
+                if iotlb.find(self.serial, *at).is_none() {
                     self.find(iotlb, *at);
                 }
             }

@@ -24,8 +24,6 @@ use std::hash::{BuildHasher, RandomState};
 pub(crate) const CLASSES: usize = 18;
 /// Slots a lookup tries for one class.
 const PROBES: usize = 32;
-/// Addresses in a group of [`Index::guess`].
-pub(crate) const GROUP: usize = 32;
 /// Slots of the smallest index.
 const MIN_SLOTS: usize = if cfg!(loom) { 4 } else { 64 };
 
@@ -92,18 +90,17 @@ impl Index {
         None
     }
 
-    /// For each of up to [`GROUP`] addresses the likely place of its record, right for most addresses of the smallest class that the domain has. The
-    /// second loop is as tight as can be, so that as many memory accesses as can be are under way at a time.
+    /// First half of a lookup whose memory accesses should overlap with others': the first slot of the first class.
     #[inline]
-    pub(crate) fn guess(&self, domain: u64, classes: u32, at: &[Iova]) -> [u32; GROUP] {
-        let (mut homes, mut places) = ([0; GROUP], [0; GROUP]);
-        for (home, at) in homes.iter_mut().zip(at) {
-            *home = self.home(self.hash(domain, classes.trailing_zeros(), *at));
-        }
-        for (place, (home, _)) in places.iter_mut().zip(homes.iter().zip(at)) {
-            *place = place_of(self.slot(*home).load(Ordering::Acquire));
-        }
-        places
+    pub(crate) fn touch(&self, domain: u64, classes: u32, at: Iova) -> u64 {
+        let hash = self.hash(domain, classes.trailing_zeros(), at);
+        self.slot(self.home(hash)).load(Ordering::Relaxed)
+    }
+
+    /// Second half: the record that `entry`, an answer of [`Index::touch`], names.
+    #[inline]
+    pub(crate) fn touch_record(slab: &Slab, entry: u64) -> u64 {
+        slab.at(place_of(entry)).touch()
     }
 
     /// Enters the run at `place`. `used` counts entries; only one writer at a time.

@@ -82,6 +82,16 @@ pub enum EndpointKind {
     Fpga,
 }
 
+impl EndpointKind {
+    /// Name for the operator.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gpu => "gpu",
+            Self::Fpga => "fpga",
+        }
+    }
+}
+
 /// The link between a device and the fabric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -112,6 +122,8 @@ pub struct Limits {
     pub max_mappings: Option<u32>,
     /// Segments in one MAP.
     pub max_segments: Option<u32>,
+    /// Segments in all mappings together.
+    pub max_total_segments: Option<u32>,
     /// Buffers at a time.
     pub max_buffers: Option<u32>,
     /// Work descriptors that wait or run in one stream.

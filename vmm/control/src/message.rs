@@ -104,8 +104,10 @@ pub enum TenantState {
     Waiting,
     /// A VMM is connected.
     Connected,
-    /// Its worker has failed, and the next one is not started yet.
+    /// Its worker has ended, and the next one is not started yet.
     Restarting,
+    /// There will be no worker: the daemon ends, or the tenant's memory could not be scrubbed.
+    Stopped,
 }
 
 /// How a tenant is doing.

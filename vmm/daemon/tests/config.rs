@@ -77,7 +77,25 @@ fn the_default_file_tells_the_defaults() {
     assert_eq!((bare.submit_queues, bare.unsealed_memory), (shown.submit_queues, shown.unsealed_memory));
     assert_eq!(bare.slices, shown.slices);
     assert_eq!(bare.limits, Limits::default());
-    assert!(shown.limits.max_timeout_ms.is_some(), "the limits are among what is shown");
+    let (shown, own) = (shown.limits, vdev_device::Limits::default());
+    let counts = [
+        (shown.max_domains, own.max_domains),
+        (shown.max_mappings, own.max_mappings),
+        (shown.max_segments, own.max_segments),
+        (shown.max_total_segments, own.max_total_segments),
+        (shown.max_buffers, own.max_buffers),
+        (shown.stream_credits, own.stream_credits),
+        (shown.max_in_flight, own.max_in_flight),
+        (shown.max_streams, own.max_streams),
+        (shown.max_batch.map(u32::from), own.max_batch.into()),
+    ];
+    for (shown, own) in counts {
+        assert_eq!(shown, Some(own));
+    }
+    let times = [(shown.default_timeout_ms, own.default_timeout), (shown.max_timeout_ms, own.max_timeout)];
+    for (shown, own) in times {
+        assert_eq!(shown.map(u128::from), Some(own.as_millis()));
+    }
 }
 
 #[test]
@@ -239,7 +257,7 @@ fn wrong_types_and_values_are_refused_with_what_to_write() {
         ),
         (
             "name = \"vm0\"",
-            "name = \"vm0\"\nlimits = { default_timeout = \"10s\", max_timeout = \"1s\" }",
+            "name = \"vm0\"\nlimits = { max_timeout = \"1s\" }",
             "t.toml:16: default_timeout (10000 ms) is longer than max_timeout (1000 ms); set both",
         ),
         (

@@ -8,7 +8,6 @@
 mod channel;
 mod control;
 mod core;
-mod events;
 mod iova;
 mod submit;
 

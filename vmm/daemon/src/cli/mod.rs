@@ -45,8 +45,8 @@ struct Cli {
 enum Command {
     /// The daemon and its tenants: state, worker, counters
     ///
-    /// States: starting (the worker is set up), waiting (a VMM may connect), connected, restarting (the worker failed; the next one
-    /// follows after a pause). SESSION counts the tenant's workers, FAILURES those that did not end by themselves. JSON has every counter.
+    /// States: starting (the worker is set up), waiting (a VMM may connect), connected, restarting (the next worker follows after a
+    /// pause), stopped (the daemon ends, or the tenant's memory could not be scrubbed). SESSION counts the tenant's workers, FAILURES those that did not end by themselves. JSON has every counter.
     Status,
     /// How each tenant is set up
     Tenants,

@@ -132,6 +132,7 @@ fn state(state: TenantState) -> &'static str {
         TenantState::Waiting => "waiting",
         TenantState::Connected => "connected",
         TenantState::Restarting => "restarting",
+        TenantState::Stopped => "stopped",
     }
 }
 

@@ -237,9 +237,10 @@ impl Meaning<'_> {
 
     fn limits(self, typed: &TypedTenant) -> Checked<Limits> {
         let Some(At { value: limits, line }) = &typed.limits else { return Ok(Limits::default()) };
-        let (Some(default), Some(longest)) = (limits.default_timeout_ms, limits.max_timeout_ms) else {
-            return Ok(*limits);
-        };
+        let own = vdev_device::Limits::default();
+        let millis = |time: std::time::Duration| u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+        let default = limits.default_timeout_ms.unwrap_or(millis(own.default_timeout));
+        let longest = limits.max_timeout_ms.unwrap_or(millis(own.max_timeout));
         if default > longest {
             let problem = format!("default_timeout ({default} ms) is longer than max_timeout ({longest} ms); set both");
             return self.refuse(*line, problem);

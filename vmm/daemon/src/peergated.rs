@@ -1,0 +1,152 @@
+//! `peergated`, the daemon's command line: a supervisor, or, when a supervisor starts it so, a worker.
+//!
+//! Not here: what either does.
+
+use std::fmt;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::FmtContext;
+use tracing_subscriber::fmt::format::{Format, FormatEvent, FormatFields, Writer};
+use tracing_subscriber::registry::LookupSpan;
+
+use crate::config::quantity::size;
+use crate::config::{Config, DEFAULT};
+use crate::worker::WorkerArgs;
+use crate::{supervisor, worker};
+
+const EXAMPLES: &str = "\
+Examples:
+  peergated --print-default-config > peergated.toml   every key with its default and its meaning
+  peergated --config peergated.toml --check           says what is wrong, with a line number
+  peergated --config peergated.toml
+
+A line on standard output says when every tenant can be connected to; the log goes to standard error.
+SIGTERM, SIGINT and SIGHUP end it in good order; a second one kills the workers. `peergate` looks at a running daemon.
+
+Exit status: 0 ended as told; 1 failed; 2 the command line or the configuration is wrong.";
+
+/// Gives VMs a virtual P2P DMA device, one worker process a tenant.
+#[derive(Debug, Parser)]
+#[command(name = "peergated", version, after_help = EXAMPLES, max_term_width = 100, args_conflicts_with_subcommands = true)]
+struct Cli {
+    /// The configuration
+    #[arg(long, value_name = "FILE", default_value = "/etc/peergate/peergated.toml")]
+    config: PathBuf,
+    /// Check the configuration and do no more
+    #[arg(long)]
+    check: bool,
+    /// Print a configuration that has every key, and do no more
+    #[arg(long)]
+    print_default_config: bool,
+    /// Which log lines go to stderr, in place of the configuration's: a level, or a filter such as warn,vmm_daemon=debug
+    #[arg(long, value_name = "FILTER")]
+    log: Option<String>,
+    #[command(subcommand)]
+    role: Option<Role>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Role {
+    /// Started by a supervisor, never by hand
+    #[command(hide = true)]
+    Worker(WorkerArgs),
+}
+
+/// What went wrong, as an exit status.
+enum Failure {
+    /// The operator's input.
+    Usage(anyhow::Error),
+    /// Everything else.
+    Failed(anyhow::Error),
+}
+
+/// The whole program.
+pub fn main() -> ExitCode {
+    let (status, error) = match run(Cli::parse()) {
+        Ok(()) => return ExitCode::SUCCESS,
+        Err(Failure::Usage(error)) => (2, error),
+        Err(Failure::Failed(error)) => (1, error),
+    };
+    // Nothing is left to tell if even this fails.
+    let _ = writeln!(io::stderr(), "peergated: {error:#}");
+    ExitCode::from(status)
+}
+
+fn run(mut cli: Cli) -> Result<(), Failure> {
+    if let Some(Role::Worker(args)) = cli.role.take() {
+        start_log(&args.log, Some(&args.tenant)).map_err(Failure::Usage)?;
+        return worker::run(&args).map_err(Failure::Failed);
+    }
+    if cli.print_default_config {
+        return print(DEFAULT).map_err(Failure::Failed);
+    }
+    let mut config = Config::load(&cli.config).map_err(|error| Failure::Usage(error.into()))?;
+    if let Some(log) = cli.log {
+        config.daemon.log = log;
+    }
+    if cli.check {
+        return print(&summary(&cli.config, &config)).map_err(Failure::Failed);
+    }
+    start_log(&config.daemon.log, None).map_err(Failure::Usage)?;
+    supervisor::run(config).map_err(Failure::Failed)
+}
+
+fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result.context("Cannot print"),
+    }
+}
+
+fn summary(path: &std::path::Path, config: &Config) -> String {
+    let mut text = format!("{}: good\n", path.display());
+    for tenant in &config.tenants {
+        let slices: Vec<_> =
+            tenant.slices.iter().map(|slice| format!("{} {}", slice.name, size(slice.memory))).collect();
+        text += &format!("tenant {}: {} at {}\n", tenant.name, slices.join(", "), tenant.socket.display());
+    }
+    text
+}
+
+/// Log lines go to stderr; those of a worker begin with whose it is.
+fn start_log(filter: &str, tenant: Option<&str>) -> anyhow::Result<()> {
+    let filter = EnvFilter::try_new(filter)
+        .with_context(|| format!("{filter:?} is no log filter; write a level such as \"info\""))?;
+    let event_format =
+        Tagged { tag: tenant.map(|tenant| format!("[{tenant}] ")).unwrap_or_default(), format: Format::default() };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
+        .event_format(event_format)
+        .try_init()
+        .map_err(|error| anyhow::anyhow!("Cannot start the log: {error}"))
+}
+
+/// The usual format behind a tag.
+struct Tagged {
+    tag: String,
+    format: Format,
+}
+
+impl<S, N> FormatEvent<S, N> for Tagged
+where
+    S: tracing::Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &tracing::Event<'_>,
+    ) -> fmt::Result {
+        writer.write_str(&self.tag)?;
+        self.format.format_event(context, writer, event)
+    }
+}

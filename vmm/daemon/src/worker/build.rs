@@ -1,0 +1,125 @@
+//! From a [`Setup`] and its descriptors to a device: memory, simulated engines, limits.
+//!
+//! This is the registry of engines: a kind of device in the configuration becomes an engine here. Not here: threads, the connection.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, LinkId, RamMap};
+use hw_host::HostMemory;
+use hw_sim::{Clock, SimConfig, SimEndpoint, SimEngine};
+use iommu_addr::EndpointId;
+use vdev_device::{Device, DeviceSpec, Limits, Reach};
+use vdev_wire::{PAGE_SIZE, PathReason};
+use vmm_broker::{Endpoint, LinkTable, Setup, TenantPage};
+use vmm_sandbox::{Class, Sandbox};
+
+use super::observer::PageObserver;
+
+/// Register page of an FPGA in bytes.
+const FPGA_REGISTERS: u64 = PAGE_SIZE;
+
+/// A device and the memory it works on.
+pub(crate) struct Built {
+    pub(crate) device: Arc<Device>,
+    pub(crate) ram: Arc<dyn RamMap>,
+}
+
+/// Makes the tenant's device. Starts the engine's thread, which confines itself.
+pub(crate) fn build(
+    setup: &Setup,
+    ledger: OwnedFd,
+    slices: Vec<OwnedFd>,
+    page: &Arc<TenantPage>,
+    sandbox: &Arc<Sandbox>,
+) -> anyhow::Result<Built> {
+    let bandwidths: Vec<_> = setup.links.iter().map(|link| link.bandwidth).collect();
+    let ledger = LinkTable::open(ledger, &bandwidths).context("Cannot map the ledger of links")?;
+    let memory = Arc::new(HostMemory::new());
+    let mut endpoints = Vec::new();
+    for ((endpoint, slice), id) in setup.endpoints.iter().zip(slices).zip(0..) {
+        let spec = spec(endpoint, EndpointId::local(id));
+        memory
+            .add_aperture(spec.id, &File::from(slice), spec.memory_len)
+            .with_context(|| format!("Cannot map the memory of slice {:?}", endpoint.name))?;
+        endpoints.push(sim_endpoint(setup, endpoint, spec));
+    }
+    let specs = endpoints.iter().map(|endpoint| endpoint.spec.clone()).collect();
+    let mut config = SimConfig::new(endpoints);
+    config.thread_hook = Some({
+        let sandbox = Arc::clone(sandbox);
+        Arc::new(move || super::confine(&sandbox, Class::Timekeeper))
+    });
+    let engine: Arc<dyn DmaEngine> = Arc::new(
+        SimEngine::new(&config, memory.clone(), Arc::new(ledger), Clock::Monotonic)
+            .context("Cannot start the engines")?,
+    );
+    let spec = DeviceSpec {
+        endpoints: specs,
+        limits: limits(&setup.limits),
+        reach: reach(setup),
+        session: setup.session,
+        submit_queues: setup.submit_queues,
+    };
+    let observer = Arc::new(PageObserver { page: Arc::clone(page), session: setup.session });
+    let device = Device::new(spec, engine, memory.clone(), observer).context("Cannot make the device")?;
+    Ok(Built { device, ram: memory })
+}
+
+fn spec(endpoint: &Endpoint, id: EndpointId) -> EndpointSpec {
+    let (kind, registers_len) = match endpoint.kind {
+        vmm_broker::EndpointKind::Gpu => (EndpointKind::Gpu, 0),
+        vmm_broker::EndpointKind::Fpga => (EndpointKind::Fpga, FPGA_REGISTERS),
+    };
+    EndpointSpec {
+        id,
+        kind,
+        name: endpoint.name.clone(),
+        memory_len: endpoint.memory_len,
+        registers_len,
+        granularity: PAGE_SIZE,
+        engines: endpoint.engines,
+    }
+}
+
+/// A link that costs no time is no link, so that transfers over it need no clock.
+fn sim_endpoint(setup: &Setup, endpoint: &Endpoint, spec: EndpointSpec) -> SimEndpoint {
+    match setup.links.get(usize::from(endpoint.link)) {
+        Some(link) if link.bandwidth != 0 || link.latency_ns != 0 => {
+            SimEndpoint { spec, link: Some(LinkId(endpoint.link)), latency: Duration::from_nanos(link.latency_ns) }
+        }
+        _ => SimEndpoint::instant(spec),
+    }
+}
+
+/// The device's own limits, but for those that the operator set.
+fn limits(set: &vmm_broker::Limits) -> Limits {
+    let own = Limits::default();
+    let millis = |set: Option<u32>, own| set.map_or(own, |millis| Duration::from_millis(millis.into()));
+    Limits {
+        max_domains: set.max_domains.unwrap_or(own.max_domains),
+        max_mappings: set.max_mappings.unwrap_or(own.max_mappings),
+        max_segments: set.max_segments.unwrap_or(own.max_segments),
+        max_total_segments: set.max_total_segments.unwrap_or(own.max_total_segments),
+        max_buffers: set.max_buffers.unwrap_or(own.max_buffers),
+        stream_credits: set.stream_credits.unwrap_or(own.stream_credits),
+        max_in_flight: set.max_in_flight.unwrap_or(own.max_in_flight),
+        max_streams: set.max_streams.unwrap_or(own.max_streams),
+        max_batch: set.max_batch.unwrap_or(own.max_batch),
+        default_timeout: millis(set.default_timeout_ms, own.default_timeout),
+        max_timeout: millis(set.max_timeout_ms, own.max_timeout),
+        iova: own.iova,
+    }
+}
+
+fn reach(setup: &Setup) -> Reach {
+    let mut reach = Reach::all();
+    for pair in &setup.staged {
+        let (accessor, owner) = (EndpointId::local(pair.accessor), EndpointId::local(pair.owner));
+        reach.deny(accessor, owner, PathReason::PeerUnreachable);
+    }
+    reach
+}

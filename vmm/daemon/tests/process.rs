@@ -1,0 +1,389 @@
+//! The daemon as processes: what it starts, what it survives, what it leaves behind.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use rustix::process::Signal;
+use vhost::VhostBackend;
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vmm_control::{Client, Request, TenantState};
+
+use common::{CONFIG, Daemon, kill, peergate, peergated, stderr, stdout, wait_for_end, write_config};
+
+#[test]
+fn a_daemon_serves_every_tenant_and_leaves_nothing_behind() {
+    let mut daemon = Daemon::start();
+    let status = daemon.status();
+    assert_eq!((status.daemon.pid, status.daemon.seccomp.as_str()), (daemon.pid(), "enforce"));
+    let workers: Vec<_> = status.tenants.iter().map(|tenant| tenant.worker_pid.unwrap()).collect();
+    assert_eq!(status.tenants.iter().map(|tenant| tenant.name.as_str()).collect::<Vec<_>>(), ["vm0", "vm1"]);
+    for tenant in &status.tenants {
+        assert_eq!((tenant.session, tenant.failures, tenant.faults), (1, 0, 0));
+        assert_eq!(tenant.counters["ops"], 0);
+        assert_eq!(tenant.gauges["domains"], 0);
+    }
+    let mode = |name: &str| fs::metadata(daemon.runtime_dir().join(name)).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode("control.sock"), mode("vm0.sock"), mode("vm1.sock")), (0o600, 0o660, 0o660));
+
+    daemon.signal(Signal::TERM);
+    assert!(daemon.wait().success());
+    assert!(!daemon.runtime_dir().exists(), "no socket, no directory");
+    for worker in workers {
+        assert!(!Path::new(&format!("/proc/{worker}")).exists(), "the worker is gone and reaped");
+    }
+    let log = daemon.log();
+    assert!(!log.contains("ERROR") && !log.contains("WARN"), "{log}");
+}
+
+#[test]
+fn it_says_once_when_every_tenant_can_be_connected_to() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), "", CONFIG);
+    let mut child = peergated(dir.path()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let control = dir.path().join("run/control.sock");
+    let expected = format!("peergated is ready; control socket {}", control.display());
+    assert_eq!(lines.next().unwrap().unwrap(), expected);
+    let status = peergate(&control, &["status", "--json"]);
+    assert_eq!(stdout(&status).matches("\"waiting\"").count(), 2);
+    kill(child.id(), Signal::TERM);
+    assert!(child.wait().unwrap().success());
+    assert!(lines.next().is_none());
+}
+
+#[test]
+fn sigint_and_sighup_end_it_in_good_order_too() {
+    for signal in [Signal::INT, Signal::HUP] {
+        let mut daemon = Daemon::start();
+        daemon.signal(signal);
+        assert!(daemon.wait().success());
+        assert!(!daemon.runtime_dir().exists());
+    }
+}
+
+#[test]
+fn a_worker_that_dies_is_replaced_with_the_next_session_on_the_same_socket() {
+    let daemon = Daemon::start();
+    let before = daemon.tenant(0);
+    kill(before.worker_pid.unwrap(), Signal::KILL);
+    let waits_again = |tenant: &vmm_control::TenantStatus| tenant.session == 2 && tenant.state == TenantState::Waiting;
+    let after = daemon.wait_for(|status| waits_again(&status.tenants[0])).tenants.swap_remove(0);
+    assert_eq!(after.failures, 1);
+    assert_ne!(after.worker_pid, before.worker_pid);
+    assert_eq!(daemon.tenant(1).session, 1, "the other tenant is not concerned");
+    assert!(daemon.log().contains("The worker has failed: signal: 9 (SIGKILL)"), "{}", daemon.log());
+
+    let connection = UnixStream::connect(daemon.runtime_dir().join("vm0.sock")).unwrap();
+    daemon.wait_for(|status| status.tenants[0].state == TenantState::Connected);
+    drop(connection);
+}
+
+#[test]
+fn no_byte_of_a_session_is_left_in_the_next() {
+    let daemon = Daemon::start();
+    // The supervisor's own handle of the slice, which it scrubs and hands to the next worker.
+    let slice = memory_file(daemon.pid(), "peergate-vm0-gpu0");
+    slice.write_all_at(b"secret", 4096).unwrap();
+    kill(daemon.tenant(0).worker_pid.unwrap(), Signal::KILL);
+    daemon.wait_for(|status| status.tenants[0].session == 2);
+    let mut left = [0xff; 6];
+    slice.read_exact_at(&mut left, 4096).unwrap();
+    assert_eq!(left, [0; 6]);
+}
+
+/// Opens a memory file that a process holds.
+fn memory_file(pid: u32, name: &str) -> fs::File {
+    let links = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let named = |path: &PathBuf| fs::read_link(path).is_ok_and(|link| link.to_string_lossy().contains(name));
+    let path = links.map(|entry| entry.unwrap().path()).find(named).unwrap();
+    fs::File::options().read(true).write(true).open(path).unwrap()
+}
+
+#[test]
+fn a_vmm_that_connects_is_served_and_its_going_begins_the_next_session() {
+    let daemon = Daemon::start();
+    let mut frontend = Frontend::connect(daemon.runtime_dir().join("vm0.sock"), 4).unwrap();
+    frontend.set_owner().unwrap();
+    let features = frontend.get_features().unwrap();
+    frontend.set_features(features).unwrap();
+    let offered = frontend.get_protocol_features().unwrap();
+    frontend.set_protocol_features(offered).unwrap();
+    assert_eq!(frontend.get_queue_num().unwrap(), 4);
+    let config = vhost::vhost_user::message::VhostUserConfigFlags::WRITABLE;
+    let (_, space) = frontend.get_config(0, 16, config, &[0; 16]).unwrap();
+    assert_eq!(&space[..8], b"PEERGATE");
+    assert_eq!(space[12..16], 1_u32.to_le_bytes(), "the session");
+    daemon.wait_for(|status| status.tenants[0].state == TenantState::Connected);
+
+    drop(frontend);
+    let status =
+        daemon.wait_for(|status| status.tenants[0].session == 2 && status.tenants[0].state == TenantState::Waiting);
+    assert_eq!(status.tenants[0].failures, 0);
+    let frontend = Frontend::connect(daemon.runtime_dir().join("vm0.sock"), 4).unwrap();
+    frontend.set_owner().unwrap();
+    frontend.get_features().unwrap();
+    drop(frontend);
+    let log = daemon.log();
+    assert!(!log.contains("ERROR"), "{log}");
+}
+
+#[test]
+fn every_thread_of_a_worker_is_confined_and_holds_its_own_tenants_slices_only() {
+    // As a process that allows core dumps, so that this test needs no privileges to look.
+    let daemon = Daemon::start_with("core_dumps = true", CONFIG);
+    let status = daemon.status();
+    for (tenant, other) in [(0, "peergate-vm1"), (1, "peergate-vm0")] {
+        let pid = status.tenants[tenant].worker_pid.unwrap();
+        for thread in fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+            let state = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+            let field = |name: &str| {
+                state.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned()
+            };
+            assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), ("1".into(), "2".into()), "{state}");
+        }
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+        assert!(!maps.contains(other), "{maps}");
+        for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+            let link = fs::read_link(entry.unwrap().path()).unwrap_or_default();
+            assert!(!link.to_string_lossy().contains(other), "{link:?}");
+        }
+    }
+}
+
+#[test]
+fn workers_follow_a_supervisor_that_is_killed_and_the_next_daemon_takes_its_place() {
+    let mut daemon = Daemon::start();
+    let workers: Vec<_> = daemon.status().tenants.iter().map(|tenant| tenant.worker_pid.unwrap()).collect();
+    daemon.signal(Signal::KILL);
+    daemon.wait();
+    workers.into_iter().for_each(wait_for_end);
+    assert!(daemon.control().exists(), "nobody could remove it");
+
+    let dir = std::mem::replace(&mut daemon.dir, tempfile::tempdir().unwrap());
+    let next = Daemon::start_in(dir);
+    assert_eq!(next.tenant(0).session, 1);
+    next.end();
+}
+
+#[test]
+fn a_worker_that_does_not_end_is_killed_at_the_second_signal() {
+    let mut daemon = Daemon::start();
+    let worker = daemon.tenant(0).worker_pid.unwrap();
+    kill(worker, Signal::STOP);
+    daemon.signal(Signal::TERM);
+    // Its socket goes first.
+    while daemon.control().exists() {
+        std::thread::yield_now();
+    }
+    daemon.signal(Signal::TERM);
+    assert!(daemon.wait().success());
+    assert!(!Path::new(&format!("/proc/{worker}")).exists());
+    assert!(!daemon.runtime_dir().exists());
+}
+
+#[test]
+fn a_second_daemon_on_the_same_directory_is_refused_and_disturbs_nothing() {
+    let daemon = Daemon::start();
+    let second = peergated(daemon.dir.path()).output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    let expected = format!(
+        "peergated: Another peergated uses {}; end it, or set daemon.runtime_dir to another directory\n",
+        daemon.runtime_dir().display()
+    );
+    assert!(stderr(&second).ends_with(&expected), "{}", stderr(&second));
+    assert_eq!(daemon.tenant(0).session, 1);
+    assert!(daemon.control().exists());
+}
+
+#[test]
+fn a_wrong_configuration_or_command_line_is_exit_status_2() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), "secomp = \"off\"", CONFIG);
+    for check in [true, false] {
+        let output = peergated(dir.path()).args(check.then_some("--check")).output().unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        let path = dir.path().join("config.toml");
+        let expected =
+            format!("peergated: {}:4: Unknown key \"secomp\" in [daemon]; did you mean seccomp?\n", path.display());
+        assert_eq!(stderr(&output), expected);
+    }
+    assert!(!dir.path().join("run").exists());
+    write_config(dir.path(), "", CONFIG);
+    for args in [["--log", "=x="], ["--colour", "red"]] {
+        assert_eq!(peergated(dir.path()).args(args).output().unwrap().status.code(), Some(2), "{args:?}");
+    }
+    let missing = peergated(Path::new("/nowhere")).output().unwrap();
+    assert_eq!(missing.status.code(), Some(2));
+    assert!(
+        stderr(&missing).starts_with("peergated: Cannot read the configuration /nowhere/config.toml: "),
+        "{}",
+        stderr(&missing)
+    );
+}
+
+#[test]
+fn the_default_configuration_is_printed_and_good() {
+    let dir = tempfile::tempdir().unwrap();
+    let printed = peergated(dir.path()).arg("--print-default-config").output().unwrap();
+    assert!(printed.status.success());
+    fs::write(dir.path().join("config.toml"), &printed.stdout).unwrap();
+    let checked = peergated(dir.path()).arg("--check").output().unwrap();
+    assert!(checked.status.success(), "{}", stderr(&checked));
+    let expected = format!(
+        "{}: good\ntenant demo: gpu0 64 MiB, fpga0 64 MiB at /run/peergate/demo.sock\n",
+        dir.path().join("config.toml").display()
+    );
+    assert_eq!(stdout(&checked), expected);
+}
+
+#[test]
+fn a_socket_that_cannot_be_made_ends_the_start_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let taken = dir.path().join("taken");
+    fs::write(&taken, "precious").unwrap();
+    write_config(dir.path(), &format!("control = {:?}", taken.to_str().unwrap()), CONFIG);
+    let output = peergated(dir.path()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let expected =
+        format!("peergated: {} exists and is not a socket; remove it, or choose another path\n", taken.display());
+    assert_eq!(stderr(&output), expected);
+    assert_eq!(fs::read_to_string(&taken).unwrap(), "precious");
+    assert!(!dir.path().join("run").exists());
+}
+
+#[test]
+fn a_worker_started_by_hand_says_so() {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_peergated"))
+        .args(["worker", "--tenant", "x", "--seccomp", "enforce", "--log", "info"])
+        .args(["--parent", &std::process::id().to_string()])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains("Workers are started by peergated only"), "{}", stderr(&output));
+}
+
+#[test]
+fn hostile_operators_hold_up_nobody() {
+    let daemon = Daemon::start();
+    // Far more clients than are kept, each half-way through a request.
+    let idle: Vec<_> = (0..64)
+        .map(|_| {
+            let mut client = UnixStream::connect(daemon.control()).unwrap();
+            // The ones before it are dropped in the meantime, and so may this one be.
+            let _ = client.write_all(b"{\"version\":1,");
+            client
+        })
+        .collect();
+    for garbage in [&b"\0\0\0\0\n"[..], &[b'x'; 100_000], b"GET / HTTP/1.1\r\n\r\n", b"\n\n\n\n"] {
+        let mut client = UnixStream::connect(daemon.control()).unwrap();
+        let _ = client.write_all(garbage);
+        let mut answer = Vec::new();
+        let _ = client.read_to_end(&mut answer);
+        assert!(answer.starts_with(b"{\"version\":1,\"reply\":\"error\""), "{garbage:?}");
+    }
+    // Asks much and reads nothing.
+    let mut greedy = UnixStream::connect(daemon.control()).unwrap();
+    greedy.write_all(&b"{\"version\":1,\"request\":\"status\"}\n".repeat(100)).unwrap();
+    assert_eq!(daemon.status().tenants.len(), 2);
+    drop((idle, greedy));
+    assert_eq!(daemon.tenant(1).session, 1);
+    daemon.end();
+}
+
+#[test]
+fn the_operators_command_answers_as_text_and_as_json() {
+    let daemon = Daemon::start();
+    let status = daemon.peergate(&["status"]);
+    assert!(status.status.success());
+    assert!(stdout(&status).contains("\nvm0     waiting        1"), "{}", stdout(&status));
+
+    let json = |args: &[&str]| -> serde_json::Value {
+        let output = daemon.peergate(&[args, &["--json"]].concat());
+        assert!(output.status.success(), "{}", stderr(&output));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let status = json(&["status"]);
+    assert_eq!(status["daemon"]["pid"], daemon.pid());
+    assert_eq!(status["tenants"][1]["state"], "waiting");
+    let endpoints = json(&["endpoints"]);
+    let first = serde_json::json!({
+        "tenant": "vm0", "endpoint": 1, "name": "fpga0", "device": "fpga0", "kind": "fpga", "memory": 8 << 20, "engines": 1,
+        "bandwidth": 0, "latency_ns": 0, "staged_to": ["gpu0"],
+    });
+    assert_eq!(endpoints["endpoints"][1], first);
+    assert_eq!(endpoints["endpoints"][2]["name"], "mine");
+    assert_eq!(json(&["tenants"])["tenants"][0]["submit_queues"], 2);
+    assert_eq!(
+        json(&["faults"])["tenants"][0],
+        serde_json::json!({"tenant": "vm0", "total": 0, "overwritten": 0, "torn": 0})
+    );
+    assert_eq!(stdout(&daemon.peergate(&["faults", "--tenant", "vm1", "--last", "5"])), "vm1: 0 faults in all\n");
+
+    let socket = daemon.runtime_dir().join("vm0.sock");
+    let attach = json(&["attach", "vm0", "--memory", "512M"]);
+    let device = "vhost-user-test-device-pci,chardev=peergate-socket,virtio-id=37,num_vqs=4,vq_size=256,config_size=64";
+    assert_eq!(attach.as_array().unwrap().last().unwrap(), device);
+    let attach = daemon.peergate(&["attach", "vm0", "--vmm", "cloud-hypervisor", "--queues", "1"]);
+    let expected = format!(
+        "--memory size=2048M,shared=on \\\n--generic-vhost-user 'device_type=37,socket={},queue_sizes=[256,256,256]'\n",
+        socket.display()
+    );
+    assert_eq!(stdout(&attach), expected);
+}
+
+#[test]
+fn the_operators_command_fails_with_a_reason_and_a_status() {
+    let daemon = Daemon::start();
+    let failed = |args: &[&str], status: i32, reason: &str| {
+        let output = daemon.peergate(args);
+        assert_eq!(output.status.code(), Some(status), "{args:?}");
+        assert!(stderr(&output).contains(reason), "{args:?}: {}", stderr(&output));
+        assert!(output.stdout.is_empty());
+    };
+    failed(&["faults", "--tenant", "vm9"], 1, "peergate: There is no tenant \"vm9\"; there are: vm0, vm1\n");
+    failed(&["attach", "vm9"], 1, "peergate: There is no tenant \"vm9\"; there are: vm0, vm1\n");
+    failed(&["attach", "vm0", "--queues", "3"], 1, "peergate: Tenant \"vm0\" has 2 submission queues");
+    failed(&["attach", "vm0", "--device-id", "42"], 1, "peergate: QEMU aborts with virtio id 42");
+    failed(&["attach", "vm0", "--queue-size", "2048"], 1, "peergate: A queue of 2048 entries is too long");
+    failed(&["attach", "vm0", "--memory", "lots"], 2, "units: KiB, MiB");
+    failed(&["faults", "--last", "-1"], 2, "");
+    failed(&["reboot"], 2, "unrecognized subcommand");
+    let control = daemon.control();
+    drop(daemon.end());
+    let gone = peergate(&control, &["status"]);
+    assert_eq!(gone.status.code(), Some(1));
+    assert!(stderr(&gone).starts_with("peergate: Cannot reach peergated at "), "{}", stderr(&gone));
+}
+
+#[test]
+fn an_answer_to_a_pipe_that_nobody_reads_is_no_failure() {
+    let daemon = Daemon::start();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let status = std::process::Command::new(env!("CARGO_BIN_EXE_peergate"))
+        .arg("--socket")
+        .arg(daemon.control())
+        .arg("status")
+        .stdout(writer)
+        .status()
+        .unwrap();
+    assert!(status.success());
+}
+
+#[test]
+fn requests_of_one_connection_are_answered_in_turn() {
+    let daemon = Daemon::start();
+    let mut client = Client::connect(&daemon.control()).unwrap();
+    for _ in 0..3 {
+        client.ask(&Request::Status).unwrap();
+        client.ask(&Request::Faults { tenant: None, last: Some(1) }).unwrap();
+    }
+}
