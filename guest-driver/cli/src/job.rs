@@ -53,10 +53,11 @@ impl Job<'_> {
             let buffer = session.alloc(endpoint.number, len, Access::RW);
             buffer.with_context(|| format!("Could not allocate {len} bytes of {}", endpoint.name))
         };
+        // First what costs nothing: most mistakes end here.
+        let logic = Fpga::open(session, fpga)?;
         let (plain, result) = (at(gpu)?, at(gpu)?);
         let (source, destination) = (at(fpga)?, at(fpga)?);
         session.peer_enable(gpu.number, fpga.number, Access::RW).context("Could not enable the peer right")?;
-        let logic = Fpga::open(session, fpga)?;
         let stream = session.stream().by(gpu.number);
         let mut steps = Vec::new();
         let mut step = |name: &'static str, action: Action<'_>| {

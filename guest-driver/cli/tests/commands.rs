@@ -160,3 +160,19 @@ fn the_program_ends_with_0_1_or_2() {
     assert_eq!(said.matches("No such file").count(), 1, "{said}");
     assert!(said.starts_with("pgctl: Could not open /dev/peergate-none"), "{said}");
 }
+
+#[test]
+fn an_output_is_never_its_own_input_and_survives_a_failed_command() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("file");
+    fs::write(&path, b"precious").expect("written");
+    let text = path.to_str().expect("text");
+    for args in [
+        ["run", "--on", "fpga0", "--via", "gpu0", "--file", text, "--out", text],
+        ["copy", "--from", "gpu0", "--to", "fpga0", "--file", text, "--out", text],
+        ["run", "--on", "gpu0", "--via", "gpu0", "--file", "/proc/self/exe", "--out", text],
+    ] {
+        pgctl(Sabotage::None, &args).0.expect_err("it must not start");
+        assert_eq!(fs::read(&path).expect("there"), b"precious");
+    }
+}

@@ -2,7 +2,7 @@
 //!
 //! Not here: anything that moves more than one byte.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -268,15 +268,4 @@ fn event_json(event: &Notice) -> Value {
         "cookie": event.cookie,
     });
     if event.kind == Some(EventKind::Fault) { with(value, fault) } else { value }
-}
-
-/// Opens a file to read, and its length.
-pub(crate) fn open_input(path: &PathBuf) -> Result<(std::fs::File, u64)> {
-    let opened = std::fs::File::open(path).and_then(|file| file.metadata().map(|metadata| (file, metadata.len())));
-    opened.with_context(|| format!("Could not open {}", path.display()))
-}
-
-/// Creates a file to write.
-pub(crate) fn open_output(path: &PathBuf) -> Result<std::fs::File> {
-    std::fs::File::create(path).with_context(|| format!("Could not create {}", path.display()))
 }

@@ -2,6 +2,7 @@
 //!
 //! Not here: parsing, exit codes.
 
+mod files;
 mod inspect;
 mod run;
 mod transfer;

@@ -2,14 +2,14 @@
 //!
 //! Not here: the job itself ([`crate::job`]).
 
-use std::io::{BufReader, Write};
-use std::path::PathBuf;
+use std::io::BufReader;
+use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use peergate_guest::{Driver, Session};
 use serde_json::{Value, json};
 
-use super::inspect::{open_input, open_output};
+use super::files::{Output, open_input};
 use crate::args::RunArgs;
 use crate::console::{Console, moved_json, moved_text, with};
 use crate::job::Job;
@@ -22,7 +22,7 @@ pub(crate) fn run(driver: &dyn Driver, args: &RunArgs, console: &mut Console<'_>
     let (fpga, gpu) = (session.endpoint(&args.on)?, session.endpoint(&args.via)?);
     let cipher = args.cipher();
     let job = Job { session: &session, gpu: &gpu, fpga: &fpga, cipher, meters: console.meters() };
-    let mut output = open_output(&args.out)?;
+    let mut output = Output::new(&args.out, Some(&args.file))?;
     let mut wrong = None;
     let steps = if args.verify {
         let mut compare = Compare::new(cipher.over(BufReader::new(open_input(&args.file)?.0)));
@@ -32,11 +32,7 @@ pub(crate) fn run(driver: &dyn Driver, args: &RunArgs, console: &mut Console<'_>
     } else {
         job.run(&mut input, len, &mut output)?
     };
-    output
-        .flush()
-        .and_then(|()| output.sync_all())
-        .or_else(not_a_file)
-        .with_context(|| format!("Could not write {}", args.out.display()))?;
+    output.finish()?;
     for step in &steps {
         console.say(
             &format!("{:<12} {}", step.name, moved_text(&step.moved)),
@@ -48,12 +44,7 @@ pub(crate) fn run(driver: &dyn Driver, args: &RunArgs, console: &mut Console<'_>
     Ok(wrong.is_none())
 }
 
-/// Pipes and the like cannot be synced.
-fn not_a_file(error: std::io::Error) -> std::io::Result<()> {
-    if error.kind() == std::io::ErrorKind::InvalidInput { Ok(()) } else { Err(error) }
-}
-
-fn verdict(out: &PathBuf, len: u64, verified: bool, wrong: Option<u64>) -> (String, Value) {
+fn verdict(out: &Path, len: u64, verified: bool, wrong: Option<u64>) -> (String, Value) {
     let place = out.display();
     let text = match (verified, wrong) {
         (_, Some(offset)) => format!("{place} is WRONG: byte {offset} differs from what the CPU computes"),

@@ -3,6 +3,7 @@
 //! Not here: how long copies are cut up (the library does that).
 
 use std::io::{self, Read, Write};
+use std::path::Path;
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
@@ -11,7 +12,7 @@ use peergate_guest::{
 };
 use serde_json::json;
 
-use super::inspect::{open_input, open_output};
+use super::files::{Output, open_input};
 use crate::Meters;
 use crate::args::{CopyArgs, FillArgs};
 use crate::console::{Console, moved_json, moved_text, with};
@@ -55,7 +56,7 @@ impl Way {
 
 /// Where the bytes of a copy come from.
 enum Bytes<'a> {
-    File(&'a std::path::PathBuf),
+    File(&'a Path),
     Pattern(u64),
 }
 
@@ -70,16 +71,18 @@ impl Bytes<'_> {
 
 /// Copies between two endpoints.
 pub(crate) fn copy(driver: &dyn Driver, args: &CopyArgs, console: &mut Console<'_>) -> Result<bool> {
-    let file_len = args.file.as_ref().map(open_input).transpose()?.map(|(_, len)| len);
+    let file = args.file.as_deref();
+    let file_len = file.map(open_input).transpose()?.map(|(_, len)| len);
     let len = args.size.or(file_len).unwrap_or(0);
     ensure!(len > 0, "There are no bytes to copy");
     ensure!(file_len.is_none_or(|file| file >= len), "The file has fewer than {len} bytes; leave --size out");
+    let mut out = args.out.as_deref().map(|out| Output::new(out, file)).transpose()?;
     let session = Session::open(driver)?;
     let (from, to) = (session.endpoint(&args.from)?, session.endpoint(&args.to)?);
     ensure!(!args.both || from.number != to.number, "--both needs two endpoints");
 
     let meters = console.meters();
-    let there_bytes = args.file.as_ref().map_or(Bytes::Pattern(1), Bytes::File);
+    let there_bytes = file.map_or(Bytes::Pattern(1), Bytes::File);
     let mut ways = vec![(Way::new(&session, &from, &to, len)?, there_bytes)];
     if args.both {
         ways.push((Way::new(&session, &to, &from, len)?, Bytes::Pattern(2)));
@@ -96,8 +99,9 @@ pub(crate) fn copy(driver: &dyn Driver, args: &CopyArgs, console: &mut Console<'
         }
     }
     let mut well = true;
-    for (i, (way, bytes)) in ways.iter().enumerate() {
-        let out = args.out.as_ref().filter(|_| i == 0).map(open_output).transpose()?;
+    for (way, bytes) in &ways {
+        // The first way is the one that was asked for.
+        let out = out.take();
         if args.verify || out.is_some() {
             let expected = args.verify.then(|| bytes.open()).transpose()?;
             well &= read_back(&session.stream(), &way.destination, &way.to.name, len, expected, out, console)?;
@@ -126,22 +130,22 @@ fn read_back(
     name: &str,
     len: u64,
     expected: Option<Box<dyn Read>>,
-    out: Option<std::fs::File>,
+    mut out: Option<Output>,
     console: &mut Console<'_>,
 ) -> Result<bool> {
     let mut meter = console.meters().start(format!("Reading {name} back"), len);
     let verified = expected.is_some();
     let mut compare = expected.map(Compare::new);
-    let mut sink: Box<dyn Write> = match (out, compare.as_mut()) {
+    let mut sink: Box<dyn Write> = match (out.as_mut(), compare.as_mut()) {
         (Some(file), Some(compare)) => Box::new(Tee(file, compare)),
         (Some(file), None) => Box::new(file),
         (None, Some(compare)) => Box::new(compare),
         (None, None) => Box::new(io::sink()),
     };
     download(stream, buffer.iova(), &mut *sink, len, &mut |done| meter.at(done))?;
-    sink.flush().context("Could not write the bytes that were read back")?;
     drop(sink);
     drop(meter);
+    out.map_or(Ok(()), Output::finish)?;
     let wrong = compare.and_then(|compare| compare.first_difference());
     if verified {
         let text = match wrong {

@@ -27,12 +27,19 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
-    fn words(&self) -> String {
+    fn words(&self, session: &Session) -> String {
         words(
             &completion_words(self.status, Some((self.reason, self.address))),
-            &event_words(Some(self.reason), self.address, self.access, Some(self.accessor)),
+            &event_words(session, Some(self.reason), self.address, self.access, Some(self.accessor)),
         )
     }
+}
+
+/// An endpoint by its name.
+fn name_of(session: &Session, endpoint: Option<u32>) -> String {
+    let named =
+        endpoint.map(|number| session.endpoint(&number.to_string()).map_or(number.to_string(), |found| found.name));
+    named.unwrap_or_else(|| "unknown".to_owned())
 }
 
 fn words(completion: &str, event: &str) -> String {
@@ -46,15 +53,21 @@ fn completion_words(status: Status, fault: Option<(FaultReason, u64)>) -> String
     }
 }
 
-fn event_words(reason: Option<FaultReason>, address: u64, access: Access, accessor: Option<u32>) -> String {
-    let accessor = accessor.map_or_else(|| "unknown".to_owned(), |accessor| accessor.to_string());
+fn event_words(
+    session: &Session,
+    reason: Option<FaultReason>,
+    address: u64,
+    access: Access,
+    accessor: Option<u32>,
+) -> String {
+    let accessor = name_of(session, accessor);
     format!("{} {} at {address:#x} by {accessor}", reason.map_or("?", FaultReason::name), access_text(access))
 }
 
-fn notice_words(notice: Option<&Notice>) -> String {
+fn notice_words(session: &Session, notice: Option<&Notice>) -> String {
     notice.map_or_else(
         || "none".to_owned(),
-        |notice| event_words(notice.reason, notice.address, notice.access, notice.accessor),
+        |notice| event_words(session, notice.reason, notice.address, notice.access, notice.accessor),
     )
 }
 
@@ -74,11 +87,12 @@ pub(super) fn refused(name: &str, session: &Session, work: Work, expected: &Refu
     let ticket = session.submit(work)?;
     let outcome = ticket.outcome(session.patience())?;
     if outcome.status == Status::Ok {
-        return Ok(Row::new(name, expected.words(), format!("OK, {} bytes moved", outcome.bytes)));
+        return Ok(Row::new(name, expected.words(session), format!("OK, {} bytes moved", outcome.bytes)));
     }
     let event = fault(session, |notice| notice.cookie == ticket.cookie())?;
     let completion = completion_words(outcome.status, outcome.fault.map(|fault| (fault.reason, fault.address)));
-    Ok(Row::refusal(name, expected.words(), words(&completion, &notice_words(event.as_ref())), event))
+    let got = words(&completion, &notice_words(session, event.as_ref()));
+    Ok(Row::refusal(name, expected.words(session), got, event))
 }
 
 /// Submits `work`, which must end with `status`; no event is asked for.
