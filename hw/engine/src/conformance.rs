@@ -8,6 +8,8 @@
 mod bed;
 mod cases;
 mod model;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::time::Duration;
