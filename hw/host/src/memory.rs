@@ -189,6 +189,7 @@ impl Memory for HostMemory {
     }
 }
 
+#[cold]
 /// A copy whose source or destination spans regions, or is not there.
 fn copy_pieces(table: &Table, dst: Location, src: Location, len: u64) -> Result<(), MemoryError> {
     let mut steps = Vec::new();

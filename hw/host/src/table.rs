@@ -23,6 +23,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
+    #[inline(always)]
     /// The bytes at `at` as far as they are contiguous here, at most `most`; `None` if there are none.
     pub(crate) fn span(&self, at: Location, most: u64) -> Option<Span<'_>> {
         match at {
@@ -34,6 +35,7 @@ impl Table {
         }
     }
 
+    #[inline(always)]
     /// The `len` bytes at `at` if they are contiguous here.
     pub(crate) fn whole(&self, at: Location, len: u64) -> Option<Span<'_>> {
         self.span(at, len).filter(|span| span.len() as u64 == len)

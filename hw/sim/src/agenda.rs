@@ -85,24 +85,28 @@ impl Agenda {
         self.jobs.is_empty()
     }
 
-    /// Takes a transfer that may not end before `due`.
-    pub(crate) fn add(&mut self, moving: Move, due: Duration) {
+    /// Takes a transfer that may not end before `due`; its bytes are to be moved unless they have been.
+    pub(crate) fn add(&mut self, moving: Move, moved: Option<Finished>, due: Duration) {
         let Move { transfer, kernel } = &moving;
         let kernel = kernel.is_some().then_some((transfer.initiator, transfer.domain));
         let (id, initiator) = (transfer.job, transfer.initiator);
-        let job = Job { id, initiator, due, flush: false, aborted: false, kernel, phase: Phase::Waiting(moving) };
-        let seq = self.insert(job);
-        self.turns.push_back(seq);
+        let waits = moved.is_none();
+        let phase = moved.map_or(Phase::Waiting(moving), Phase::Moved);
+        let seq = self.insert(Job { id, initiator, due, flush: false, aborted: false, kernel, phase });
+        if waits {
+            self.turns.push_back(seq);
+        }
     }
 
-    /// Takes a flush, which ends `latency` after everything that its initiator has out; `None` if that is nothing.
+    /// Takes a flush, which ends `latency` after everything that its initiator has out. Answers when that is; `None` if there is nothing to
+    /// wait for.
     pub(crate) fn add_flush(
         &mut self,
         id: JobId,
         initiator: EndpointId,
         now: Duration,
         latency: Duration,
-    ) -> Option<()> {
+    ) -> Option<Duration> {
         let last = self.jobs.values().filter(|job| job.initiator == initiator).map(|job| job.due).max();
         if last.is_none() && latency.is_zero() {
             return None;
@@ -110,7 +114,7 @@ impl Agenda {
         let due = last.unwrap_or(now).max(now).saturating_add(latency);
         let moved = Phase::Moved(Finished::moved(id, Ok(0)));
         self.insert(Job { id, initiator, due, flush: true, aborted: false, kernel: None, phase: moved });
-        Some(())
+        Some(due)
     }
 
     fn insert(&mut self, job: Job) -> Seq {

@@ -7,7 +7,7 @@ use hw_engine::{
     DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, LinkLedger, Memory, Raised, Submit, Transfer, Work,
     total_len,
 };
-use iommu_addr::DomainId;
+use iommu_addr::{DomainId, Segment};
 
 use crate::agenda::{Move, carry_out};
 use crate::fabric::{Crossings, Fabric, route};
@@ -18,6 +18,9 @@ use crate::{Clock, ConfigError, SimConfig, SimEndpoint};
 
 /// Longest transfer in bytes, so that no call holds its thread for long.
 const MAX_TRANSFER: u64 = 1 << 20;
+
+/// Most bytes that are moved on the caller's thread though their end is due later.
+const SMALL: u64 = 16 << 10;
 
 /// Codes of [`EngineError::Device`] that this engine gives.
 pub(crate) mod code {
@@ -68,12 +71,13 @@ impl SimEngine {
         }
         core.claim()?;
         let now = core.clock.now();
-        let out = core.inner().agenda.add_flush(transfer.job, transfer.initiator, now, endpoint.latency);
-        if out.is_none() {
+        let mut inner = core.inner();
+        let due = inner.agenda.add_flush(transfer.job, transfer.initiator, now, endpoint.latency);
+        if due.is_none() {
             core.release(1);
             return nothing;
         }
-        core.changed.notify_all();
+        core.call_worker(&inner, due);
         Ok(Submit::Submitted)
     }
 
@@ -88,19 +92,27 @@ impl SimEngine {
         let core = &*self.core;
         let (now, route) = (core.clock.now(), route(&transfer.work));
         let crossed = core.fabric.book(crossings, route, now);
-        let long = matches!(&transfer.work, Work::Kernel { src, .. } if total_len(src) > STEP);
-        let mut moving = Move { transfer: transfer.clone(), kernel };
-        if endpoint.latency.is_zero() && crossed <= now && !long {
-            let end = core.run(&mut moving);
+        let len = total_len(written(&transfer.work));
+        if endpoint.latency.is_zero() && crossed <= now && (kernel.is_none() || len <= STEP) {
+            let end = core.run(transfer, kernel);
             core.release(1);
             return Submit::Executed(end);
         }
+        // A few bytes are moved here at once: handing them to the thread would take longer.
+        let small = kernel.is_none() && !core.clock.is_manual() && len <= SMALL;
+        let moved = small.then(|| core.run(transfer, None));
         let mut inner = core.inner();
         let due = inner.occupy(endpoint, route, crossed);
-        inner.agenda.add(moving, due);
-        drop(inner);
-        core.changed.notify_all();
+        inner.agenda.add(Move { transfer: transfer.clone(), kernel }, moved, due);
+        core.call_worker(&inner, small.then_some(due));
         Submit::Submitted
+    }
+}
+
+fn written(work: &Work) -> &[Segment] {
+    match work {
+        Work::Copy { dst, .. } | Work::Fill { dst, .. } | Work::Kernel { dst, .. } => dst,
+        Work::Flush => &[],
     }
 }
 

@@ -10,15 +10,30 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use hw_engine::{EngineError, Finished, JobId, Memory, Route};
+use hw_engine::{EngineError, Finished, JobId, Memory, Route, Transfer};
 
-use crate::agenda::{Agenda, End, Move};
+use iommu_addr::EndpointId;
+
+use crate::agenda::{Agenda, End, carry_out};
 use crate::fabric::Fabric;
+use crate::kernel::Kernel;
 use crate::registers::Registers;
 use crate::{Clock, ConfigError, SimConfig, SimEndpoint, ThreadHook};
 
 /// How far ahead an end may be for `quiesce` to wait for it.
 const GRACE: Duration = Duration::from_secs(1);
+
+/// What the thread waits for.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Rest {
+    /// Nothing: it looks at the agenda before it waits.
+    #[default]
+    Awake,
+    /// A call, or this time.
+    Until(Duration),
+    /// A call.
+    Asleep,
+}
 
 /// What changes under the lock.
 #[derive(Default)]
@@ -27,7 +42,8 @@ pub(crate) struct Inner {
     /// Ends that nobody has asked for yet.
     done: Vec<Finished>,
     /// For each endpoint, until when each of its copy engines is taken.
-    engines: Vec<(iommu_addr::EndpointId, Vec<Duration>)>,
+    engines: Vec<(EndpointId, Vec<Duration>)>,
+    rest: Rest,
     stop: bool,
 }
 
@@ -57,7 +73,7 @@ pub(crate) struct Core {
     held: AtomicUsize,
     inner: Mutex<Inner>,
     /// There is something to move, or something has ended.
-    pub(crate) changed: Condvar,
+    changed: Condvar,
     progress: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
@@ -102,6 +118,18 @@ impl Core {
         self.held.fetch_sub(slots, Ordering::AcqRel);
     }
 
+    /// Tells the thread of something new: bytes to move, or an end that is due at a time.
+    pub(crate) fn call_worker(&self, inner: &Inner, due: Option<Duration>) {
+        let sleeps_past = match (inner.rest, due) {
+            (Rest::Awake, _) => false,
+            (Rest::Until(alarm), Some(due)) => due < alarm,
+            (Rest::Until(_), None) | (Rest::Asleep, _) => true,
+        };
+        if sleeps_past {
+            self.changed.notify_all();
+        }
+    }
+
     pub(crate) fn on_progress(&self, wake: Box<dyn Fn() + Send + Sync>) {
         if self.progress.set(wake).is_err() {
             tracing::warn!("The engine already has someone to wake; the second one is ignored");
@@ -115,17 +143,18 @@ impl Core {
     }
 
     /// A transfer from beginning to end, on this thread.
-    pub(crate) fn run(&self, moving: &mut Move) -> Finished {
+    pub(crate) fn run(&self, transfer: &Transfer, kernel: Option<Box<Kernel>>) -> Finished {
+        let memory = &*self.memory;
+        let Some(mut kernel) = kernel else {
+            return Finished::moved(transfer.job, carry_out(memory, &transfer.work));
+        };
         let mut finished = loop {
-            if let Some(end) = moving.step(&*self.memory) {
+            if let Some(end) = kernel.step(memory, transfer.job) {
                 break end;
             }
         };
-        if moving.kernel.is_some() {
-            let transfer = &moving.transfer;
-            self.registers.finish(transfer.initiator, transfer.domain, &finished);
-            finished.raised = true;
-        }
+        self.registers.finish(transfer.initiator, transfer.domain, &finished);
+        finished.raised = true;
         finished
     }
 
@@ -236,15 +265,24 @@ impl Core {
                     inner = self.inner();
                 }
             } else {
-                inner = match inner.agenda.next_due(now) {
-                    Some(due) => {
-                        let most = due.saturating_sub(now);
-                        self.changed.wait_timeout(inner, most).unwrap_or_else(PoisonError::into_inner).0
-                    }
-                    None => self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner),
-                };
+                inner = self.rest(inner, now);
             }
         }
+    }
+
+    /// Waits for a call, or until the next end is due.
+    fn rest<'a>(&'a self, mut inner: MutexGuard<'a, Inner>, now: Duration) -> MutexGuard<'a, Inner> {
+        let next = inner.agenda.next_due(now);
+        inner.rest = next.map_or(Rest::Asleep, Rest::Until);
+        let mut inner = match next {
+            Some(due) => {
+                let most = due.saturating_sub(now);
+                self.changed.wait_timeout(inner, most).unwrap_or_else(PoisonError::into_inner).0
+            }
+            None => self.changed.wait(inner).unwrap_or_else(PoisonError::into_inner),
+        };
+        inner.rest = Rest::Awake;
+        inner
     }
 }
 

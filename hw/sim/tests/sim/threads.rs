@@ -43,6 +43,9 @@ fn gated() -> (Desk, Receiver<()>, Sender<()>) {
     (Desk::in_real_time(&config, Arc::new(Unlimited), gate), arrivals, open)
 }
 
+/// Too many bytes to be moved on the caller's thread.
+const LEN: u64 = 0x5000;
+
 /// Every wake of the engine, as a message.
 fn wakes(desk: &Desk) -> Receiver<()> {
     let (wake, woken) = mpsc::channel();
@@ -72,7 +75,7 @@ fn an_end_wakes_whoever_waits_for_it() {
 fn no_end_is_reported_while_bytes_move() {
     let (desk, arrivals, open) = gated();
     let woken = wakes(&desk);
-    desk.send(GPU, copy(own(FPGA, 0, 100), own(GPU, 0, 100), Route::Direct));
+    desk.send(GPU, copy(own(FPGA, 0, LEN), own(GPU, 0, LEN), Route::Direct));
     arrivals.recv().unwrap();
     desk.engine.abort(JobId(0));
     let mut out = Vec::new();
@@ -80,14 +83,14 @@ fn no_end_is_reported_while_bytes_move() {
     assert_eq!(out, [], "the thread is inside the copy");
     open.send(()).unwrap();
     let end = ends(&desk, &woken, 1).remove(0);
-    assert_eq!((end.bytes, end.result), (100, Err(EngineError::Aborted)));
+    assert_eq!((end.bytes, end.result), (LEN, Err(EngineError::Aborted)));
 }
 
 #[test]
 fn quiesce_waits_for_bytes_that_move() {
     let (desk, arrivals, open) = gated();
-    desk.send(GPU, copy(own(FPGA, 0, 100), own(GPU, 0, 100), Route::Direct));
-    desk.send(GPU, copy(own(FPGA, 200, 100), own(GPU, 0, 100), Route::Direct));
+    desk.send(GPU, copy(own(FPGA, 0, LEN), own(GPU, 0, LEN), Route::Direct));
+    desk.send(GPU, copy(own(FPGA, LEN, LEN), own(GPU, 0, LEN), Route::Direct));
     arrivals.recv().unwrap();
     let opened = AtomicBool::new(false);
     std::thread::scope(|scope| {
