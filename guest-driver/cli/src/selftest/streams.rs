@@ -13,9 +13,7 @@ use super::witness::{Refusal, refused};
 use super::{Bench, Case, Row};
 
 const PAGE: u64 = 4096;
-/// Bytes of a copy that takes the device a while.
-const LONG: u64 = 32 << 20;
-/// How many of those stand before the short pieces of work.
+/// How many long copies stand before the short pieces of work.
 const LONG_COUNT: usize = 16;
 
 pub(super) const CASES: &[(&str, Case)] = &[
@@ -63,7 +61,7 @@ fn stream_independent(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
 fn unmap_in_use(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let session = bench.session()?;
     let gpu = bench.gpu.number;
-    let len = (4 << 20).min(bench.gpu.memory_free / 4);
+    let len = bench.options.size.min(bench.gpu.memory_free / 4);
     let source = session.alloc(gpu, len, Access::RW)?;
     let mut host = session.map(len, Access::RW)?;
     let stream = session.stream().by(gpu);
@@ -102,7 +100,7 @@ fn unmap_in_use(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
 fn credits(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let session = bench.session()?;
     let gpu = bench.gpu.number;
-    let len = LONG.min(bench.gpu.memory_free / 4);
+    let len = bench.options.size.saturating_mul(4).min(bench.gpu.memory_free / 4);
     let (a, b) = (session.alloc(gpu, len, Access::RW)?, session.alloc(gpu, len, Access::RW)?);
     let stream = session.stream().by(gpu);
     let limit = session.limits().stream_credits.min(session.limits().max_in_flight);
