@@ -2,11 +2,16 @@
 /*
  * Peergate driver: what its files share.
  *
- * main.c	the virtio driver: probe, limits, session, remove
+ * main.c	the virtio driver: probe, queues, remove
+ * session.c	version, limits, a session that ends
  * vq.c		control requests
- * file.c	/dev/peergateN: open, release, ioctl table, poll, read, mmap
- * mem.c	I/O virtual addresses, pinned memory, buffers
- * submit.c	submission chains and the completion ring
+ * file.c	/dev/peergateN: open, release, read, poll, mmap
+ * ioctl.c	its ioctls
+ * range.c	I/O virtual addresses
+ * mem.c	pinned memory
+ * buffer.c	memory of endpoints
+ * submit.c	submission chains
+ * ring.c	the completion ring
  * event.c	the event queue and each file's event fifo
  *
  * Lifetime. A &struct pg_device lives as long as its &struct device has
@@ -264,11 +269,57 @@ struct pg_msg {
 	u8 data[] __aligned(8);
 };
 
+/**
+ * struct pg_run - Pinned pages that lie side by side.
+ * @page: the first
+ * @count: how many
+ */
+struct pg_run {
+	struct page *page;
+	unsigned long count;
+};
+
+/**
+ * struct pg_range - A range of I/O virtual addresses.
+ * @file: whose
+ * @base: first address reserved for it; it may begin later, aligned
+ * @iova: first address; 0 before any is reserved
+ * @length: bytes
+ * @busy: being made or unmade; nobody else may unmap it. Guarded by
+ *	pg_file.lock
+ * @handle: of a buffer
+ * @unmap: of pinned memory: the request that unmaps it, allocated ahead
+ * @mm: of pinned memory: whose limit it counts against
+ * @accounted: pages counted against it
+ * @writable: pages are dirty when unpinned
+ * @runs: the pinned pages
+ * @run_count: entries of @runs in use
+ * @run_room: entries of @runs
+ */
+struct pg_range {
+	struct pg_file *file;
+	unsigned long base;
+	u64 iova;
+	u64 length;
+	bool busy;
+	u64 handle;
+	struct pg_msg *unmap;
+	struct mm_struct *mm;
+	unsigned long accounted;
+	bool writable;
+	struct pg_run *runs;
+	size_t run_count;
+	size_t run_room;
+};
+
 /* main.c */
 extern struct workqueue_struct *pg_wq;
 extern unsigned int pg_control_timeout_ms;
 
+/* session.c */
+int pg_introduce(struct pg_device *dev);
 int pg_probe_limits(struct pg_device *dev, struct pg_msg **reply);
+void pg_config_work(struct work_struct *work);
 
 /**
  * pg_is_live() - Whether the device takes requests.
@@ -377,24 +428,54 @@ static inline void pg_file_put(struct pg_file *file)
 	kref_put(&file->refs, pg_file_release);
 }
 
+/* ioctl.c */
+long pg_ioctl(struct file *filp, unsigned int cmd, unsigned long user);
+
+/* range.c */
+void pg_mem_init(struct pg_file *file);
+void pg_mem_destroy(struct pg_file *file);
+struct pg_range *pg_range_alloc(struct pg_file *file, u64 length);
+void pg_range_free(struct pg_range *range);
+int pg_range_reserve(struct pg_range *range, u64 align);
+void pg_range_publish(struct pg_range *range);
+void pg_range_drop(struct pg_range *range);
+void pg_range_gone(struct pg_msg *msg);
+
 /* mem.c */
 int pg_map(struct pg_file *file, void *data);
 void pg_map_undo(struct pg_file *file, void *data);
 int pg_unmap(struct pg_file *file, void *data);
+
+/* buffer.c */
 int pg_alloc(struct pg_file *file, void *data);
 void pg_alloc_undo(struct pg_file *file, void *data);
 int pg_free(struct pg_file *file, void *data);
-void pg_mem_init(struct pg_file *file);
-void pg_mem_destroy(struct pg_file *file);
 
 /* submit.c */
+int pg_submit(struct pg_file *file, void *data);
+void pg_submit_done(struct virtqueue *vq);
+void pg_submit_drain(struct pg_queue *queue);
+
+/* ring.c */
+/**
+ * pg_ring_of() - The completion ring of a file.
+ * @file: the file
+ *
+ * Context: Any.
+ * Return: the ring or NULL.
+ */
+static inline struct pg_ring *pg_ring_of(struct pg_file *file)
+{
+	/* Pairs with the cmpxchg() in pg_ring_setup(): the ring is complete. */
+	return smp_load_acquire(&file->ring);
+}
+
 int pg_ring_setup(struct pg_file *file, void *data);
 void pg_ring_destroy(struct pg_file *file);
 u32 pg_ring_unread(struct pg_file *file);
-int pg_submit(struct pg_file *file, void *data);
+u32 pg_ring_reserve(struct pg_ring *ring, u32 count);
+void pg_ring_unreserve(struct pg_ring *ring, u32 count);
 int pg_wait(struct pg_file *file, void *data);
-void pg_submit_done(struct virtqueue *vq);
-void pg_submit_drain(struct pg_queue *queue);
 
 /* event.c */
 int pg_events_alloc(struct pg_device *dev);

@@ -401,6 +401,7 @@ void pg_control_drain(struct pg_device *dev)
 	cancel_delayed_work_sync(&dev->control_work);
 
 	spin_lock_irq(&queue->lock);
+	/* Pairs with pg_is_gone(): who sees it sees the last completions. */
 	smp_store_release(&dev->state, PG_GONE);
 	pg_control_take(dev, &answered);
 	while ((msg = virtqueue_detach_unused_buf(queue->vq)))
