@@ -8,7 +8,8 @@
 //! under its lock. So entries may be missing (a full neighbourhood, an entry that moves while it is looked for) or stale, and writers need not wait for
 //! readers. All loops are bounded, and the hash is keyed, so that a guest cannot choose addresses which collide.
 //!
-//! Slots are linear-probed and deletion moves later entries back, so that there are no tombstones.
+//! Slots are linear-probed and deletion moves later entries back, so that there are no tombstones. Four blocks that follow one another have homes
+//! that follow one another, so that whoever walks through memory meets a new cache line only now and then.
 //!
 //! Not here: what is true ([`crate::table`]).
 
@@ -19,11 +20,17 @@ use crate::sync::{AtomicU64, Ordering};
 use iommu_addr::{Addr, Iova, Range};
 #[cfg(not(loom))]
 use std::hash::{BuildHasher, RandomState};
+use std::hint::black_box;
 
 /// Classes that exist: the whole space is 2^52 pages.
 pub(crate) const CLASSES: usize = 18;
 /// Slots a lookup tries for one class.
-const PROBES: usize = 32;
+const PROBES: usize = 64;
+/// Blocks that follow one another and have homes that do, as a power of two.
+const RUN_SHIFT: u32 = 2;
+const RUN_MASK: u32 = (1 << RUN_SHIFT) - 1;
+/// Addresses in a group of [`Index::guess`].
+pub(crate) const GROUP: usize = 32;
 /// Slots of the smallest index.
 const MIN_SLOTS: usize = if cfg!(loom) { 4 } else { 64 };
 
@@ -73,34 +80,40 @@ impl Index {
     pub(crate) fn find(&self, slab: &Slab, domain: u64, classes: u32, at: Iova) -> Option<Run> {
         let mut left = classes;
         while left != 0 {
-            let hash = self.hash(domain, left.trailing_zeros(), at);
+            let hash = self.hash_block(domain, left.trailing_zeros(), block(at, left.trailing_zeros()));
             left &= left.wrapping_sub(1);
-            for step in 0..PROBES {
-                let entry = self.slot(self.home(hash).wrapping_add(step)).load(Ordering::Acquire);
-                if entry == 0 {
-                    break;
-                }
-                if hash_of(entry) == hash
-                    && let Some(run) = slab.at(place_of(entry)).read_if(domain, at)
-                {
-                    return Some(run);
-                }
+            if let Some(run) = self.places(hash).find_map(|place| slab.at(place).read_if(domain, at)) {
+                return Some(run);
             }
         }
         None
     }
 
-    /// First half of a lookup whose memory accesses should overlap with others': the first slot of the first class.
+    /// Where records entered under `hash` may be.
     #[inline]
-    pub(crate) fn touch(&self, domain: u64, classes: u32, at: Iova) -> u64 {
-        let hash = self.hash(domain, classes.trailing_zeros(), at);
-        self.slot(self.home(hash)).load(Ordering::Relaxed)
+    fn places(&self, hash: u32) -> impl Iterator<Item = u32> + '_ {
+        let home = self.home(hash);
+        let entries = (0..PROBES).map(move |step| self.slot(home.wrapping_add(step)).load(Ordering::Acquire));
+        let present = entries.take_while(|entry| *entry != 0);
+        present.filter(move |entry| hash_of(*entry) == hash).map(place_of)
     }
 
-    /// Second half: the record that `entry`, an answer of [`Index::touch`], names.
+    /// For each of up to [`GROUP`] addresses the likely place of its record, right for nearly all addresses of the smallest class that the domain has.
+    /// Each kind of work in a loop of its own: the memory accesses of one loop do not depend on one another, and as many as can be are under way at
+    /// a time.
     #[inline]
-    pub(crate) fn touch_record(slab: &Slab, entry: u64) -> u64 {
-        slab.at(place_of(entry)).touch()
+    pub(crate) fn guess(&self, domain: u64, classes: u32, at: &[Iova]) -> [u32; GROUP] {
+        let class = classes.trailing_zeros();
+        let (mut hashes, mut places) = ([0; GROUP], [0; GROUP]);
+        for (hash, at) in hashes.iter_mut().zip(at) {
+            *hash = self.hash_block(domain, class, block(*at, class));
+        }
+        let slots = hashes.iter().zip(at).map(|(hash, _)| self.slot(self.home(*hash)).load(Ordering::Relaxed));
+        black_box(slots.fold(0, |touched, entry| touched ^ entry));
+        for (place, (hash, _)) in places.iter_mut().zip(hashes.iter().zip(at)) {
+            *place = self.places(*hash).next().unwrap_or(u32::MAX);
+        }
+        places
     }
 
     /// Enters the run at `place`. `used` counts entries; only one writer at a time.
@@ -165,19 +178,16 @@ impl Index {
         hash.checked_shr(self.shift).unwrap_or(0) as usize
     }
 
-    #[inline]
-    fn hash(&self, domain: u64, class: u32, at: Iova) -> u32 {
-        self.hash_block(domain, class, block(at, class))
-    }
-
     /// Two keyed 64x64 -> 128 bit multiplications, each folded, and a last mix: blocks that follow one another differ by a constant after the
     /// multiplications, and would fill one neighbourhood if that constant is an unlucky one.
     #[inline]
     fn hash_block(&self, domain: u64, class: u32, block: u64) -> u32 {
         let [a, b] = self.secret;
         let key = fold(domain.rotate_left(8) ^ u64::from(class) ^ b, a);
-        let hash = fold(block ^ key, b);
-        upper_half((hash ^ hash >> 32).wrapping_mul(0x9fb2_1c65_1e98_df25))
+        let hash = fold(block >> RUN_SHIFT ^ key, b);
+        let hash = upper_half((hash ^ hash >> 32).wrapping_mul(0x9fb2_1c65_1e98_df25));
+        let within = RUN_MASK.wrapping_shl(self.shift);
+        hash & !within | low_half(block).wrapping_shl(self.shift) & within
     }
 }
 
@@ -203,8 +213,12 @@ fn hash_of(entry: u64) -> u32 {
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "the low half is what is asked for")]
+fn low_half(word: u64) -> u32 {
+    word as u32
+}
+
 fn place_of(entry: u64) -> u32 {
-    (entry as u32).wrapping_sub(1)
+    low_half(entry).wrapping_sub(1)
 }
 
 #[cfg(not(loom))]
@@ -255,7 +269,7 @@ mod tests {
                     let range = Range::with_len(Iova((page * stride) << 12), 0x1000).expect("in the space");
                     index.insert(&mut used, 1, range, 0);
                 }
-                assert!(used > 4090, "{} of 4096 entries found no place at stride {stride}", 4096 - used);
+                assert!(used > 4060, "{} of 4096 entries found no place at stride {stride}", 4096 - used);
             }
         }
     }

@@ -8,12 +8,11 @@ use crate::domain::Domain;
 use crate::drain::{Latch, Progress};
 use crate::limits::{Limits, MAX_ENDPOINTS, MAX_SEGMENTS, PAGE_SIZE, Usage};
 use crate::peers::Attach;
-use crate::sync::{read, write};
+use crate::sync::{read, serial, write};
 use crate::tenant::Tenant;
 use iommu_addr::{DomainId, EndpointId};
 use std::collections::btree_map::Entry;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use thiserror::Error;
 
 /// Why there is no IOMMU.
@@ -84,9 +83,6 @@ pub struct Detached {
 #[derive(Debug)]
 pub struct Iommu(Arc<Tenant>);
 
-/// Tells apart all domains of the process, so that no remembered translation is ever taken for another domain's.
-static SERIAL: AtomicU64 = AtomicU64::new(1);
-
 impl Iommu {
     /// An IOMMU without domains, for a tenant with these endpoints. Takes 16 to 32 bytes of memory for each segment of the limit.
     ///
@@ -140,8 +136,8 @@ impl Iommu {
                 if !domains.take(1) {
                     return Err(AttachError::Quota { limit: domains.limit() });
                 }
-                let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
-                place.insert(Arc::new(Domain::new(id, serial, Arc::clone(&self.0))))
+                // Never a used number, whatever the tenant: no remembered translation is taken for another domain's.
+                place.insert(Arc::new(Domain::new(id, serial(), Arc::clone(&self.0))))
             }
         };
         match domain.attach(endpoint) {

@@ -16,6 +16,8 @@ const LARGE_SHIFT: u32 = 21;
 #[repr(align(64))]
 struct Entry(Option<Run>);
 
+const _: () = assert!(size_of::<Entry>() == 64);
+
 /// See the module. One for each thread that translates; serves any number of domains.
 #[derive(Debug)]
 pub struct Iotlb {
@@ -28,7 +30,7 @@ impl Iotlb {
     /// Entries of [`Iotlb::default`].
     pub const DEFAULT_ENTRIES: usize = 1024;
 
-    /// At least `entries` entries of 128 bytes, rounded up to a power of two, at most 2^20.
+    /// At least `entries` entries of 64 bytes, rounded up to a power of two, at most 2^20.
     pub fn new(entries: usize) -> Self {
         let len = entries.clamp(1, 1 << 20).next_power_of_two();
         Self { entries: vec![Entry(None); len].into_boxed_slice(), hits: 0, misses: 0 }

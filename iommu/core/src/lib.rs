@@ -8,8 +8,8 @@
 //! more; when they answer ([`Progress`]), nobody is in. No thread has to be told, nothing is invalidated: whoever remembers a translation finds its pin
 //! closed. Pins of one mapping never delay another.
 //!
-//! From the bottom: `word` (the pin protocol), `record` and `slab` (what is pinned), `index` (finding it without a lock), `table` (the truth), `domain`
-//! (mapping), `peers` (rights), `pins` and `iotlb` (translation), `iommu` (domains).
+//! From the bottom: `word` (the pin protocol), `record` and `slab` (what is pinned), `index` (finding it without a lock), `table` (the truth), `domain` and `map`
+//! (mappings), `peers` (rights), `pins` and `iotlb` (translation), `iommu` (domains).
 //!
 //! Not here: requests and their wire, engines, threads, clocks, memory itself.
 #![forbid(unsafe_code)]
@@ -22,6 +22,7 @@ mod index;
 mod iommu;
 mod iotlb;
 mod limits;
+mod map;
 mod peers;
 mod pins;
 mod record;
@@ -31,12 +32,13 @@ mod table;
 mod tenant;
 mod word;
 
-pub use domain::{Domain, MapError, UnmapError};
+pub use domain::{Domain, UnmapError};
 pub use drain::{Drain, Progress};
 pub use fault::{Fault, FaultReason, Refused};
 pub use iommu::{AttachError, DetachError, Detached, Iommu, LimitsError};
 pub use iotlb::Iotlb;
 pub use limits::{Limits, MAX_ENDPOINTS, MAX_SEGMENTS, PAGE_SIZE, Usage};
+pub use map::MapError;
 pub use peers::PeerError;
 pub use pins::{PinnedRange, Pins, Segments};
 pub use table::Origin;

@@ -75,6 +75,7 @@ impl<D: Deref<Target = Domain>> Pins<D> {
             return Err(self.domain.fault(accessor, None, Iova(0), Access::NONE, FaultReason::Domain));
         };
         self.release_gates();
+        self.gates.clear();
         self.gates.push(gate);
         self.accessor = accessor;
         Ok(())
@@ -88,32 +89,63 @@ impl<D: Deref<Target = Domain>> Pins<D> {
     /// than before.
     #[inline]
     pub fn translate(&mut self, iotlb: &mut Iotlb, range: Range<Iova>, want: Access) -> Result<Segments, Refused> {
-        let remembered = iotlb.find(self.domain.serial(), range.start()).filter(|run| {
-            run.range.last() >= range.last() && run.access.allows(want) && self.domain.tenant.pin(run.owner)
-        });
-        if let Some(run) = remembered {
+        let mut segments = Segments::new();
+        self.translate_into(&mut segments, iotlb, range, want).map(|()| segments)
+    }
+
+    /// As [`Pins::translate`], but replaces what is in `segments`, which saves moving them. After an error they are no translation of anything.
+    ///
+    /// # Errors
+    /// As [`Pins::translate`].
+    #[inline(always)]
+    pub fn translate_into(
+        &mut self,
+        segments: &mut Segments,
+        iotlb: &mut Iotlb,
+        range: Range<Iova>,
+        want: Access,
+    ) -> Result<(), Refused> {
+        segments.clear();
+        let start = range.start();
+        if let Some(run) = iotlb.find(self.domain.serial(), start)
+            && run.range.last() >= range.last()
+            && run.access.allows(want)
+            && let Some(len) = range.len()
+            && self.domain.tenant.pin(run.owner)
+        {
             self.mappings.push(run.owner.head);
-            if let Some(len) = range.len() {
-                let segment = Segment { at: run.locate(range.start()), len };
-                iotlb.count_hit();
-                return Ok(SmallVec::from_buf_and_len([segment, segment], 1));
-            }
+            segments.push(Segment { at: run.locate(start), len });
+            iotlb.count_hit();
+            return Ok(());
         }
-        self.translate_slowly(iotlb, range, want)
+        self.translate_slowly(segments, iotlb, range, want)
     }
 
     #[cold]
-    fn translate_slowly(&mut self, iotlb: &mut Iotlb, range: Range<Iova>, want: Access) -> Result<Segments, Refused> {
+    fn translate_slowly(
+        &mut self,
+        segments: &mut Segments,
+        iotlb: &mut Iotlb,
+        range: Range<Iova>,
+        want: Access,
+    ) -> Result<(), Refused> {
         let (held, counted) = (self.mappings.len(), self.pieces);
-        let translated = self.translate_pieces(iotlb, range, want);
+        let translated = self.translate_pieces(segments, iotlb, range, want);
         if translated.is_err() {
             self.release(held, counted);
+            self.mappings.truncate(held);
+            self.pieces = counted;
         }
         translated
     }
 
-    fn translate_pieces(&mut self, iotlb: &mut Iotlb, range: Range<Iova>, want: Access) -> Result<Segments, Refused> {
-        let mut segments = Segments::new();
+    fn translate_pieces(
+        &mut self,
+        segments: &mut Segments,
+        iotlb: &mut Iotlb,
+        range: Range<Iova>,
+        want: Access,
+    ) -> Result<(), Refused> {
         let mut held = None;
         let mut left = Some(range);
         while let Some(part) = left {
@@ -131,10 +163,10 @@ impl<D: Deref<Target = Domain>> Pins<D> {
                 return Err(self.fault(run.to.owner(), at, want, FaultReason::Permission).into());
             }
             let last = run.range.last().min(part.last());
-            push(&mut segments, &run, at, last);
+            push(segments, &run, at, last);
             left = last.checked_add(1).and_then(|next| Range::new(next, range.last()));
         }
-        Ok(segments)
+        Ok(())
     }
 
     /// Finds the run that holds `at` and pins its mapping, unless that is `held`, which is pinned.
@@ -186,9 +218,9 @@ impl<D: Deref<Target = Domain>> Pins<D> {
     }
 
     #[inline]
-    fn release_gates(&mut self) {
-        while let Some(gate) = self.gates.pop() {
-            self.domain.unpin_gate(gate);
+    fn release_gates(&self) {
+        for gate in &self.gates {
+            self.domain.unpin_gate(*gate);
         }
     }
 
@@ -197,19 +229,17 @@ impl<D: Deref<Target = Domain>> Pins<D> {
     }
 
     /// Lets mappings beyond the first `held` go, and pieces beyond `counted`.
-    #[inline]
-    fn release(&mut self, held: usize, counted: u32) {
-        while self.mappings.len() > held {
-            if let Some(head) = self.mappings.pop()
-                && self.domain.tenant.slab.at(head).word.unpin()
-            {
-                self.domain.end_mapping_drain(head);
+    #[inline(always)]
+    fn release(&self, held: usize, counted: u32) {
+        let tenant = &self.domain.tenant;
+        for head in self.mappings.iter().skip(held) {
+            if tenant.slab.at(*head).word.unpin() {
+                self.domain.end_mapping_drain(*head);
             }
         }
         let pieces = self.pieces.saturating_sub(counted);
         if pieces > 0 {
-            self.domain.tenant.quotas.pieces.give(pieces);
-            self.pieces = counted;
+            tenant.quotas.pieces.give(pieces);
         }
     }
 }

@@ -40,12 +40,12 @@ impl Run {
     #[inline]
     pub(crate) fn locate(&self, at: Iova) -> Location {
         let into = at.raw().wrapping_sub(self.range.start().raw());
-        match self.to {
-            Location::Ram(gpa) => Location::Ram(Gpa(gpa.raw().wrapping_add(into))),
-            Location::Aperture { endpoint, offset } => {
-                Location::Aperture { endpoint, offset: ApertureOffset(offset.raw().wrapping_add(into)) }
-            }
+        let mut place = self.to;
+        match &mut place {
+            Location::Ram(gpa) => gpa.0 = gpa.0.wrapping_add(into),
+            Location::Aperture { offset, .. } => offset.0 = offset.0.wrapping_add(into),
         }
+        place
     }
 }
 

@@ -18,6 +18,18 @@ pub(crate) use std::sync::{
 
 use std::sync::PoisonError;
 
+#[cfg(not(loom))]
+static SERIAL: AtomicU64 = AtomicU64::new(1);
+#[cfg(loom)]
+loom::lazy_static! {
+    static ref SERIAL: AtomicU64 = AtomicU64::new(1);
+}
+
+/// A number that this process has not had before.
+pub(crate) fn serial() -> u64 {
+    SERIAL.fetch_add(1, Ordering::Relaxed)
+}
+
 /// Takes a mutex, blocking.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
