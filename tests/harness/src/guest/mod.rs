@@ -8,6 +8,7 @@
 mod channel;
 mod control;
 mod core;
+mod events;
 mod iova;
 mod submit;
 
