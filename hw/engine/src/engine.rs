@@ -231,7 +231,9 @@ pub trait DmaEngine: Send + Sync {
         let _ = domain;
     }
 
-    /// Called whenever [`DmaEngine::poll`] may have something new and nobody asked. Set once, before the first submission.
+    /// Called whenever [`DmaEngine::poll`] or [`DmaEngine::raised`] may have something new and nobody asked. Set once, before the first
+    /// submission. Any thread may call it, also one that is inside `abort` or `refuse`: it must not block, nor take a lock that is held
+    /// around calls of the engine.
     fn on_progress(&self, wake: Box<dyn Fn() + Send + Sync>) {
         let _ = wake;
     }
