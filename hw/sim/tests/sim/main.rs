@@ -4,5 +4,6 @@
 mod common;
 mod conformance;
 mod fpga;
+mod oracle;
 mod threads;
 mod timing;
