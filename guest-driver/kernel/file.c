@@ -61,33 +61,47 @@ void pg_file_release(struct kref *refs)
  * @msg: the request
  *
  * If it refused to end the domain it may still reach the pinned memory, which
- * then stays until the device is reset.
+ * then stays until the device begins anew. A device that did so already, and was
+ * not told HELLO yet, refuses everything: that is looked into.
  *
  * Context: Process context.
  */
 static void pg_detach_done(struct pg_msg *msg)
 {
 	struct pg_file *file = msg->owner;
-	struct pg_queue *queue = &file->dev->queues[VIRTIO_PEERGATE_VQ_CONTROL];
-	bool stranded = false;
+	struct pg_device *dev = file->dev;
 
 	switch (msg->error) {
 	case 0:
 	case -ENOENT:	/* it never came into being */
 	case -ESTALE:	/* it went with the device's state */
 	case -ENODEV:	/* the device was reset */
-		break;
-	default:
-		dev_err_ratelimited(&file->dev->dev, "device does not end domain %u: %d\n",
-				    file->domain, msg->error);
-		spin_lock_irq(&queue->lock);
-		if (file->dev->state != PG_GONE) {
-			list_add_tail(&file->node, &file->dev->stranded);
-			stranded = true;
-		}
-		spin_unlock_irq(&queue->lock);
+		pg_file_put(file);
+		return;
 	}
-	if (!stranded)
+	dev_err_ratelimited(&dev->dev, "device does not end domain %u: %d\n", file->domain,
+			    msg->error);
+	spin_lock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
+	list_add_tail(&file->node, &dev->stranded);
+	spin_unlock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
+	pg_session_suspect(dev);
+}
+
+/**
+ * pg_files_rescue() - The device forgot every domain.
+ * @dev: the device
+ *
+ * Context: Process context. Takes the control queue's lock.
+ */
+void pg_files_rescue(struct pg_device *dev)
+{
+	struct pg_file *file, *next;
+	LIST_HEAD(stranded);
+
+	spin_lock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
+	list_splice_init(&dev->stranded, &stranded);
+	spin_unlock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
+	list_for_each_entry_safe(file, next, &stranded, node)
 		pg_file_put(file);
 }
 
@@ -224,6 +238,28 @@ static int pg_file_attach(struct pg_file *file)
 }
 
 /**
+ * pg_file_open() - Make a file and its domain.
+ * @dev: the device
+ *
+ * Context: Process context, sleeps.
+ * Return: the file or an error pointer.
+ */
+static struct pg_file *pg_file_open(struct pg_device *dev)
+{
+	struct pg_file *file = pg_file_alloc(dev);
+	int ret;
+
+	if (IS_ERR(file))
+		return file;
+	ret = pg_file_attach(file);
+	if (ret) {
+		pg_file_close(file);
+		return ERR_PTR(ret);
+	}
+	return file;
+}
+
+/**
  * pg_open() - A program opens the device.
  * @inode: /dev/peergateN
  * @filp: the open file
@@ -235,18 +271,18 @@ static int pg_open(struct inode *inode, struct file *filp)
 {
 	struct pg_device *dev = container_of(inode->i_cdev, struct pg_device, cdev);
 	struct pg_file *file;
-	int ret;
 
 	if (!pg_is_live(dev))
 		return -ENODEV;
-	file = pg_file_alloc(dev);
+	file = pg_file_open(dev);
+	if (file == ERR_PTR(-ESTALE) || file == ERR_PTR(-EINVAL)) {
+		/* The device began a new session and could not tell, or waits for HELLO. */
+		pg_session_suspect(dev);
+		flush_work(&dev->config_work);
+		file = pg_file_open(dev);
+	}
 	if (IS_ERR(file))
 		return PTR_ERR(file);
-	ret = pg_file_attach(file);
-	if (ret) {
-		pg_file_close(file);
-		return ret;
-	}
 	filp->private_data = file;
 	return stream_open(inode, filp);
 }

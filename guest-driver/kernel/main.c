@@ -63,10 +63,7 @@ static void pg_device_release(struct device *dev)
  */
 static void pg_config_changed(struct virtio_device *vdev)
 {
-	struct pg_device *dev = vdev->priv;
-
-	if (pg_is_live(dev))
-		queue_work(pg_wq, &dev->config_work);
+	pg_session_suspect(vdev->priv);
 }
 
 /**
@@ -269,8 +266,6 @@ static void pg_wake_all(struct pg_device *dev)
  */
 static void pg_stop(struct pg_device *dev)
 {
-	struct pg_file *file, *next;
-	LIST_HEAD(stranded);
 	unsigned int i;
 
 	WRITE_ONCE(dev->state, PG_DYING);
@@ -282,13 +277,8 @@ static void pg_stop(struct pg_device *dev)
 	pg_control_drain(dev);
 	pg_wake_all(dev);
 	cancel_work_sync(&dev->config_work);
+	pg_files_rescue(dev);
 	dev->vdev->config->del_vqs(dev->vdev);
-
-	spin_lock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
-	list_splice_init(&dev->stranded, &stranded);
-	spin_unlock_irq(&dev->queues[VIRTIO_PEERGATE_VQ_CONTROL].lock);
-	list_for_each_entry_safe(file, next, &stranded, node)
-		pg_file_put(file);
 }
 
 /**

@@ -29,19 +29,19 @@
  */
 static int pg_runs_append(struct pg_range *range, struct page **pages, size_t count)
 {
-	struct pg_run *last = range->run_count ? &range->runs[range->run_count - 1] : NULL;
+	struct pg_run *last, *runs;
 	size_t room, i;
 
 	if (range->run_room - range->run_count < count) {
 		room = max(range->run_count + count, 2 * range->run_room);
-		last = kvrealloc(range->runs, array_size(room, sizeof(*last)),
+		runs = kvrealloc(range->runs, array_size(room, sizeof(*runs)),
 				 GFP_KERNEL_ACCOUNT | __GFP_NOWARN);
-		if (!last)
+		if (!runs)
 			return -ENOMEM;
-		range->runs = last;
+		range->runs = runs;
 		range->run_room = room;
-		last = range->run_count ? &range->runs[range->run_count - 1] : NULL;
 	}
+	last = range->run_count ? &range->runs[range->run_count - 1] : NULL;
 	for (i = 0; i < count; i++) {
 		if (last && page_to_pfn(last->page) + last->count == page_to_pfn(pages[i])) {
 			last->count++;

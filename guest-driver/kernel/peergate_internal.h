@@ -320,6 +320,7 @@ extern unsigned int pg_control_timeout_ms;
 int pg_introduce(struct pg_device *dev);
 int pg_probe_limits(struct pg_device *dev, struct pg_msg **reply);
 void pg_config_work(struct work_struct *work);
+void pg_session_suspect(struct pg_device *dev);
 
 /**
  * pg_is_live() - Whether the device takes requests.
@@ -407,6 +408,7 @@ static inline struct virtio_peergate_reply *pg_msg_reply(struct pg_msg *msg)
 extern const struct file_operations pg_fops;
 
 void pg_file_release(struct kref *refs);
+void pg_files_rescue(struct pg_device *dev);
 
 /**
  * pg_file_get() - Take a reference.

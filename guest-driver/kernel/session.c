@@ -34,6 +34,7 @@ static int pg_hello(struct pg_device *dev)
 	pg_msg_send(dev, msg);
 	ret = pg_msg_wait(dev, msg);
 	if (!ret) {
+		pg_files_rescue(dev);
 		reply = (struct virtio_peergate_hello_reply *)(pg_msg_reply(msg) + 1);
 		if (le16_to_cpu(reply->version) != VIRTIO_PEERGATE_VERSION)
 			ret = -EPROTO;
@@ -177,10 +178,8 @@ int pg_introduce(struct pg_device *dev)
  * pg_config_work() - The device may have lost its state.
  * @work: pg_device.config_work
  *
- * Files of the session before find their domain gone (ESTALE) and can be opened
- * anew.
- *
- * Context: Process context, sleeps. pg_stop() waits for it, so @vdev stays.
+ * Context: Process context, sleeps. pg_stop() waits for it, so the virtio device
+ * stays.
  */
 void pg_config_work(struct work_struct *work)
 {
@@ -188,6 +187,8 @@ void pg_config_work(struct work_struct *work)
 	u32 session;
 	int ret;
 
+	if (!pg_is_live(dev))
+		return;
 	virtio_cread_le(dev->vdev, struct virtio_peergate_config, session, &session);
 	if (session == dev->session)
 		return;
@@ -196,4 +197,18 @@ void pg_config_work(struct work_struct *work)
 		dev_err(&dev->dev, "device lost its state, and HELLO failed: %d\n", ret);
 	else
 		dev_warn(&dev->dev, "device lost its state: session %u begins\n", dev->session);
+}
+
+/**
+ * pg_session_suspect() - Have it looked whether a new session began.
+ * @dev: the device
+ *
+ * Context: Any. pg_config_work() does it.
+ */
+void pg_session_suspect(struct pg_device *dev)
+{
+	rcu_read_lock();
+	if (pg_is_live(dev))
+		queue_work(pg_wq, &dev->config_work);
+	rcu_read_unlock();
 }
