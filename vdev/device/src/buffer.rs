@@ -117,6 +117,8 @@ impl Device {
 
     /// A buffer's memory is zero, or can never be used again.
     pub(crate) fn scrubbed(&self, buffer: &Buffer, error: Option<RequestError>) {
+        // Once the connection is over, whoever owns the memory scrubs it.
+        let error = error.filter(|_| !self.is_down());
         if let Some(error) = &error {
             let endpoint = buffer.endpoint.id;
             tracing::error!(%error, endpoint, len = buffer.len, "Freed memory could not be zeroed and is out of use");

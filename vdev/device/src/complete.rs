@@ -15,8 +15,9 @@ use vm_memory::GuestMemoryMmap;
 use zerocopy::{FromZeros, IntoBytes, transmute};
 
 use crate::RequestError;
+use crate::observer::{Counter, Observer};
 use crate::port::Port;
-use crate::queue::{Area, Popped};
+use crate::queue::{Area, Popped, Records};
 
 /// Body of an answer.
 pub(crate) type Body = SmallVec<[u8; 32]>;
@@ -26,12 +27,14 @@ pub(crate) struct Completer {
     port: Arc<Port>,
     head: u16,
     writable: Area,
+    observer: Arc<dyn Observer>,
     answered: bool,
 }
 
 impl Completer {
-    pub(crate) fn new(port: &Arc<Port>, popped: Popped) -> Self {
-        Self { port: Arc::clone(port), head: popped.head, writable: popped.writable, answered: false }
+    pub(crate) fn new(port: &Arc<Port>, popped: Popped, observer: &Arc<dyn Observer>) -> Self {
+        let Popped { head, writable, .. } = popped;
+        Self { port: Arc::clone(port), head, writable, observer: Arc::clone(observer), answered: false }
     }
 
     /// Room for the body of an answer, in bytes.
@@ -54,6 +57,10 @@ impl Completer {
 
     fn send(&mut self, status: Status, detail: u64, body: &[u8]) {
         self.answered = true;
+        self.observer.count(Counter::ControlRequests, 1);
+        if status != Status::Ok {
+            self.observer.count(Counter::ControlErrors, 1);
+        }
         let body = body.get(..self.room()).unwrap_or(body);
         let length = u32::try_from(body.len()).unwrap_or(u32::MAX);
         let reply = ControlReply { status: status.to_raw().into(), length: length.into(), detail: detail.into() };
@@ -148,7 +155,7 @@ pub(crate) fn finish(done: &mut Vec<(Slot, Completion)>) {
             let mut used = false;
             for (slot, record) in group.iter() {
                 if let Some(chain) = &slot.chain {
-                    write_record(mem, &chain.records, slot.index, record);
+                    write_record(&Records::new(mem, &chain.records), slot.index, record);
                     used |= chain.written(queue, mem, 1);
                 }
             }
@@ -162,9 +169,9 @@ pub(crate) fn finish(done: &mut Vec<(Slot, Completion)>) {
 }
 
 /// Writes the `index`th record of a chain.
-pub(crate) fn write_record(mem: &GuestMemoryMmap, records: &Area, index: u16, record: &Completion) {
+pub(crate) fn write_record(records: &Records<'_>, index: u16, record: &Completion) {
     let bytes: [u8; COMPLETION_SIZE] = transmute!(*record);
-    records.write_record(mem, usize::from(index).saturating_mul(COMPLETION_SIZE), &bytes);
+    records.write(usize::from(index).saturating_mul(COMPLETION_SIZE), &bytes);
 }
 
 /// The record of work that was refused before anything moved.
@@ -183,8 +190,9 @@ pub(crate) fn refusal(cookie: u64, error: &RequestError) -> Completion {
 /// bytes written.
 pub(crate) fn write_refusals(mem: &GuestMemoryMmap, records: &Area, most: u16, error: &RequestError) -> usize {
     let count = (records.len() / COMPLETION_SIZE).min(usize::from(most));
+    let writer = Records::new(mem, records);
     for index in 0..count {
-        write_record(mem, records, u16::try_from(index).unwrap_or(u16::MAX), &refusal(0, error));
+        write_record(&writer, u16::try_from(index).unwrap_or(u16::MAX), &refusal(0, error));
     }
     count.saturating_mul(COMPLETION_SIZE)
 }

@@ -13,6 +13,7 @@ use crate::device::Device;
 use crate::domain::Domain;
 use crate::observer::Counter;
 use crate::port::Port;
+use crate::queue::Visit;
 use crate::request::{self, Control, Request};
 use crate::turn::Turn;
 
@@ -62,7 +63,8 @@ impl Device {
         *more = false;
         port.access(|queue, mem| {
             let _ = queue.disable_notification(mem);
-            let Some(popped) = port.pop(queue, mem) else {
+            let mut visit = Visit::new(queue, mem);
+            let Some(popped) = port.pop(queue, &mut visit) else {
                 *more = port.taking() && queue.enable_notification(mem).unwrap_or(false);
                 return false;
             };
@@ -71,7 +73,7 @@ impl Device {
             if defect.is_none() && !popped.readable.read_front(mem, bytes, self.request_front(len)) {
                 defect = Some("its bytes are not in guest memory");
             }
-            taken = Some(Taken { completer: Completer::new(port, popped), len, defect });
+            taken = Some(Taken { completer: Completer::new(port, popped, &self.observer), len, defect });
             false
         });
         taken

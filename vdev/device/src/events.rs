@@ -16,6 +16,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use crate::FaultRecord;
 use crate::port::Port;
+use crate::queue::Visit;
 use crate::sync::lock;
 
 /// Events that may wait for a buffer.
@@ -129,12 +130,13 @@ impl Events {
     pub(crate) fn deliver(&self, port: &Port) {
         port.access(|queue, mem| {
             let mut used = false;
+            let mut visit = Visit::new(queue, mem);
             // More rounds than the ring has buffers: the driver may post new ones all the time.
             for _ in 0..queue.size() {
                 if !self.are_waiting() {
                     break;
                 }
-                let Some(popped) = port.pop(queue, mem) else {
+                let Some(popped) = port.pop(queue, &mut visit) else {
                     if port.taking() && queue.enable_notification(mem).unwrap_or(false) {
                         continue;
                     }

@@ -63,7 +63,7 @@ impl From<Refused> for Refusal {
 /// Work that was issued: its pins, and how far it got.
 pub(crate) struct Issued {
     /// Held until the engine has let go; `None` for the device's own scrubbing.
-    _pins: Option<Pins<Arc<iommu_core::Domain>>>,
+    _pins: Option<DomainPins>,
     /// What the engine has, or gets next.
     pub(crate) transfer: Transfer,
     /// All of it, if that is longer than one transfer may be.
@@ -74,6 +74,7 @@ pub(crate) struct Issued {
     pub(crate) plan: Option<Plan>,
     /// Whose earlier work is to be made visible at the end.
     flush: SmallVec<[EndpointId; 2]>,
+    ran: bool,
 }
 
 struct Whole {
@@ -82,9 +83,18 @@ struct Whole {
 }
 
 impl Issued {
+    fn new(pins: Option<DomainPins>, transfer: Transfer, len: u64) -> Self {
+        Self { _pins: pins, transfer, whole: None, len, done: 0, plan: None, flush: SmallVec::new(), ran: false }
+    }
+
     /// Bytes moved so far.
     pub(crate) fn bytes(&self) -> u64 {
         self.done
+    }
+
+    /// Whether an engine has reported an end of it, or of a part.
+    pub(crate) fn ran(&self) -> bool {
+        self.ran
     }
 
     /// Takes in the end of what the engine had. True if that was the last of it, else `transfer` is what comes next.
@@ -92,6 +102,7 @@ impl Issued {
     /// # Errors
     /// The engine's, or `IoErr` from one that moved less than it was told.
     pub(crate) fn absorb(&mut self, finished: &Finished) -> Result<bool, RequestError> {
+        self.ran = true;
         let was_flush = matches!(self.transfer.work, EngineWork::Flush);
         if !was_flush {
             self.done = self.done.saturating_add(finished.bytes).min(self.len);
@@ -137,11 +148,28 @@ pub(crate) struct Planner<'a> {
 }
 
 /// One translated side of a transfer.
-struct Side {
-    range: Range<Iova>,
-    segments: Segments,
+struct Side<'a> {
+    start: Iova,
+    segments: &'a [Segment],
     want: Access,
 }
+
+impl<'a> Side<'a> {
+    fn new(range: Range<Iova>, segments: &'a [Segment], want: Access) -> Self {
+        Self { start: range.start(), segments, want }
+    }
+
+    fn owners(&self) -> impl Iterator<Item = EndpointId> + '_ {
+        self.segments.iter().filter_map(|segment| segment.at.owner())
+    }
+
+    /// Whose registers it touches; `None` if none.
+    fn registers(&self) -> Option<EndpointId> {
+        self.segments.iter().find(|segment| segment.at.is_registers())?.at.owner()
+    }
+}
+
+type DomainPins = Pins<Arc<iommu_core::Domain>>;
 
 impl Planner<'_> {
     /// Issues a guest's work in a domain.
@@ -151,71 +179,65 @@ impl Planner<'_> {
         domain: &Arc<iommu_core::Domain>,
         work: &Work,
     ) -> Result<Issued, Refusal> {
+        let is_any = work.initiator.is_none();
         let lowest = || domain.endpoints().next();
         let Some(acting) = work.initiator.or_else(lowest) else { return Err(no_domain(None).into()) };
         let mut pins = Pins::new(Arc::clone(domain), acting)?;
-        let is_any = work.initiator.is_none();
-        let translated = translate_work(&mut pins, iotlb, &work.operation);
-        let (src, dst) = translated.map_err(|refusal| if is_any { anonymous(refusal) } else { refusal })?;
-        let Some(dst) = dst else {
-            let flush: SmallVec<[EndpointId; 2]> =
-                if is_any { domain.endpoints().collect() } else { [acting].into_iter().collect() };
-            return fence(pins, domain.id(), flush);
+        // Before somebody is chosen, nobody is to blame.
+        let blame = |refused: Refused| match refused.into() {
+            Refusal::Fault(fault) if is_any => Refusal::Fault(Fault { accessor: None, ..fault }),
+            refusal => refusal,
         };
-        let src = src.as_ref();
-        if is_any {
-            choose(&mut pins, src, &dst)?;
-        } else {
-            allow(&mut pins, src, &dst)?;
+        let (work_of_engine, plan, len) = match work.operation {
+            Operation::Copy { src, dst } => {
+                let from = pins.translate(iotlb, src, Access::READ).map_err(blame)?;
+                let to = pins.translate(iotlb, dst, Access::WRITE).map_err(blame)?;
+                let sides = [Side::new(src, &from, Access::READ), Side::new(dst, &to, Access::WRITE)];
+                let plan = self.check(&mut pins, is_any, &sides)?;
+                if overlaps(&from, &to) {
+                    return Err(RequestError::State { what: "source and destination overlap" }.into());
+                }
+                (EngineWork::Copy { src: from, dst: to, route: plan.route() }, plan, dst.len())
+            }
+            Operation::Fill { dst, pattern } => {
+                let to = pins.translate(iotlb, dst, Access::WRITE).map_err(blame)?;
+                let plan = self.check(&mut pins, is_any, &[Side::new(dst, &to, Access::WRITE)])?;
+                (EngineWork::Fill { dst: to, pattern }, plan, dst.len())
+            }
+            Operation::Fence => return fence(pins, domain, is_any),
+        };
+        let accessor = pins.accessor();
+        let initiator = match &work_of_engine {
+            // Nothing is to be read: whoever owns the memory fills it if the accessor does not reach it.
+            EngineWork::Fill { dst, .. } if matches!(plan, Plan::Staged { .. }) => {
+                dst.first().and_then(|segment| segment.at.owner()).unwrap_or(accessor)
+            }
+            _ => accessor,
+        };
+        let transfer = Transfer { job: JobId(0), domain: domain.id(), initiator, work: work_of_engine };
+        let mut issued = Issued::new(Some(pins), transfer, len.unwrap_or(u64::MAX));
+        issued.plan = Some(plan);
+        if work.system {
+            issued.flush.push(accessor);
         }
-        check_registers(pins.accessor(), src, &dst)?;
-        if let Some(src) = src
-            && overlaps(&src.segments, &dst.segments)
-        {
-            return Err(RequestError::State { what: "source and destination overlap" }.into());
-        }
-        let flush = if work.system { SmallVec::from_iter([pins.accessor()]) } else { SmallVec::new() };
-        Ok(self.plan(pins, domain.id(), &work.operation, src, dst, flush))
+        self.cut(&mut issued);
+        Ok(issued)
     }
 
-    fn plan(
-        self,
-        pins: Pins<Arc<iommu_core::Domain>>,
-        domain: DomainId,
-        operation: &Operation,
-        src: Option<&Side>,
-        dst: Side,
-        flush: SmallVec<[EndpointId; 2]>,
-    ) -> Issued {
-        let accessor = pins.accessor();
-        let owners = |side: &Side| side.segments.iter().filter_map(|s| s.at.owner()).collect::<SmallVec<[_; 2]>>();
-        let from = src.map(owners).unwrap_or_default();
-        let plan = Plan::new(self.reach, accessor, from.into_iter().chain(owners(&dst)));
-        let len = dst.range.len().unwrap_or(u64::MAX);
-        let (work, initiator) = match operation {
-            Operation::Fill { pattern, .. } => {
-                // Nothing is to be read: whoever owns the memory fills it if the accessor does not reach it.
-                let owner = dst.segments.first().and_then(|segment| segment.at.owner());
-                let by_owner = owner.filter(|_| matches!(plan, Plan::Staged { .. }));
-                (EngineWork::Fill { dst: dst.segments, pattern: *pattern }, by_owner.unwrap_or(accessor))
-            }
-            Operation::Copy { .. } | Operation::Fence => {
-                let src = src.map(|side| side.segments.clone()).unwrap_or_default();
-                (EngineWork::Copy { src, dst: dst.segments, route: plan.route() }, accessor)
-            }
-        };
-        let transfer = Transfer { job: JobId(0), domain, initiator, work };
-        self.pieces(Issued { _pins: Some(pins), transfer, whole: None, len, done: 0, plan: Some(plan), flush })
+    /// Peer rights, register access, and the way to go. An accessor that may be any becomes the first that has every right.
+    fn check(self, pins: &mut DomainPins, is_any: bool, sides: &[Side<'_>]) -> Result<Plan, Refusal> {
+        if is_any { choose(pins, sides) } else { allow(pins, sides) }?;
+        check_registers(pins.accessor(), sides)?;
+        Ok(Plan::new(self.reach, pins.accessor(), sides.iter().flat_map(Side::owners)))
     }
 
     /// Cuts what is longer than a transfer may be.
-    fn pieces(self, mut issued: Issued) -> Issued {
+    fn cut(self, issued: &mut Issued) {
         if issued.len > self.max_transfer {
             let work = std::mem::replace(&mut issued.transfer.work, EngineWork::Flush);
             issued.whole = Some(Box::new(Whole { work, max_transfer: self.max_transfer }));
             issued.next_piece();
         }
-        issued
     }
 
     /// Issues what a device's own logic asked for. Never cut.
@@ -226,19 +248,19 @@ impl Planner<'_> {
         initiated: &Initiated,
     ) -> Result<Issued, Refusal> {
         let mut pins = Pins::new(Arc::clone(domain), initiated.endpoint)?;
-        let src = translate(&mut pins, iotlb, initiated.src, Access::READ)?;
-        let dst = translate(&mut pins, iotlb, initiated.dst, Access::WRITE)?;
-        allow(&mut pins, Some(&src), &dst)?;
-        for side in [&src, &dst] {
-            let mut places = addresses(side.range.start(), &side.segments);
+        let from = pins.translate(iotlb, initiated.src, Access::READ)?;
+        let to = pins.translate(iotlb, initiated.dst, Access::WRITE)?;
+        let sides = [Side::new(initiated.src, &from, Access::READ), Side::new(initiated.dst, &to, Access::WRITE)];
+        allow(&mut pins, &sides)?;
+        for side in &sides {
+            let mut places = addresses(side.start, side.segments);
             if let Some((at, segment)) = places.find(|(_, segment)| segment.at.is_registers()) {
                 return Err(bad_access(initiated.endpoint, segment.at.owner(), at, side.want).into());
             }
         }
-        let len = dst.range.len().unwrap_or(u64::MAX);
-        let work = EngineWork::Kernel { src: src.segments, dst: dst.segments };
+        let work = EngineWork::Kernel { src: from, dst: to };
         let transfer = Transfer { job: JobId(0), domain: domain.id(), initiator: initiated.endpoint, work };
-        Ok(Issued { _pins: Some(pins), transfer, whole: None, len, done: 0, plan: None, flush: SmallVec::new() })
+        Ok(Issued::new(Some(pins), transfer, initiated.dst.len().unwrap_or(u64::MAX)))
     }
 
     /// Issues the zeroing of a buffer that nobody can reach any more.
@@ -247,51 +269,29 @@ impl Planner<'_> {
         let dst = Segments::from_iter([Segment { at, len: buffer.len }]);
         let work = EngineWork::Fill { dst, pattern: 0 };
         let transfer = Transfer { job: JobId(0), domain, initiator: buffer.endpoint, work };
-        let (len, flush) = (buffer.len, SmallVec::new());
-        self.pieces(Issued { _pins: None, transfer, whole: None, len, done: 0, plan: None, flush })
+        let mut issued = Issued::new(None, transfer, buffer.len);
+        self.cut(&mut issued);
+        issued
     }
 }
 
-fn fence(
-    pins: Pins<Arc<iommu_core::Domain>>,
-    domain: DomainId,
-    flush: SmallVec<[EndpointId; 2]>,
-) -> Result<Issued, Refusal> {
-    let transfer = Transfer { job: JobId(0), domain, initiator: pins.accessor(), work: EngineWork::Flush };
-    let mut issued = Issued { _pins: Some(pins), transfer, whole: None, len: 0, done: 0, plan: None, flush };
+/// A fence flushes its initiator, or every attached endpoint.
+fn fence(pins: DomainPins, domain: &iommu_core::Domain, is_any: bool) -> Result<Issued, Refusal> {
+    let accessor = pins.accessor();
+    let transfer = Transfer { job: JobId(0), domain: domain.id(), initiator: accessor, work: EngineWork::Flush };
+    let mut issued = Issued::new(Some(pins), transfer, 0);
+    if is_any {
+        issued.flush.extend(domain.endpoints());
+    } else {
+        issued.flush.push(accessor);
+    }
     if issued.next_flush() { Ok(issued) } else { Err(no_domain(None).into()) }
 }
 
-type Sides = (Option<Side>, Option<Side>);
-
-fn translate_work(
-    pins: &mut Pins<Arc<iommu_core::Domain>>,
-    iotlb: &mut Iotlb,
-    operation: &Operation,
-) -> Result<Sides, Refusal> {
-    Ok(match operation {
-        Operation::Copy { src, dst } => {
-            let src = translate(pins, iotlb, *src, Access::READ)?;
-            (Some(src), Some(translate(pins, iotlb, *dst, Access::WRITE)?))
-        }
-        Operation::Fill { dst, .. } => (None, Some(translate(pins, iotlb, *dst, Access::WRITE)?)),
-        Operation::Fence => (None, None),
-    })
-}
-
-fn translate(
-    pins: &mut Pins<Arc<iommu_core::Domain>>,
-    iotlb: &mut Iotlb,
-    range: Range<Iova>,
-    want: Access,
-) -> Result<Side, Refusal> {
-    Ok(Side { range, segments: pins.translate(iotlb, range, want)?, want })
-}
-
 /// Pins every peer right that the accessor needs.
-fn allow(pins: &mut Pins<Arc<iommu_core::Domain>>, src: Option<&Side>, dst: &Side) -> Result<(), iommu_core::Fault> {
-    for side in src.into_iter().chain([dst]) {
-        for (at, segment) in addresses(side.range.start(), &side.segments) {
+fn allow(pins: &mut DomainPins, sides: &[Side<'_>]) -> Result<(), iommu_core::Fault> {
+    for side in sides {
+        for (at, segment) in addresses(side.start, side.segments) {
             if let Some(owner) = segment.at.owner() {
                 pins.peer(owner, side.want, at)?;
             }
@@ -300,17 +300,12 @@ fn allow(pins: &mut Pins<Arc<iommu_core::Domain>>, src: Option<&Side>, dst: &Sid
     Ok(())
 }
 
-/// Makes the first candidate that has every right the accessor: the owner of the source, the owner of the destination, whoever acts now.
-fn choose(pins: &mut Pins<Arc<iommu_core::Domain>>, src: Option<&Side>, dst: &Side) -> Result<(), iommu_core::Fault> {
-    let owner = |side: &Side| side.segments.iter().find_map(|segment| segment.at.owner());
-    let (from, to) = (src.and_then(owner), owner(dst));
-    let mut candidates: SmallVec<[EndpointId; 2]> = from.into_iter().chain(to).collect();
-    if candidates.is_empty() {
-        candidates.push(pins.accessor());
-    }
+/// Makes the first candidate that has every right the accessor: the owner of the source, the owner of the destination, or without either
+/// whoever acts now.
+fn choose(pins: &mut DomainPins, sides: &[Side<'_>]) -> Result<(), iommu_core::Fault> {
     let mut refused = None;
-    for candidate in candidates {
-        match pins.act_as(candidate).and_then(|()| allow(pins, src, dst)) {
+    for candidate in sides.iter().filter_map(|side| side.owners().next()) {
+        match pins.act_as(candidate).and_then(|()| allow(pins, sides)) {
             Ok(()) => return Ok(()),
             Err(fault) => refused = refused.or(Some(fault)),
         }
@@ -318,11 +313,15 @@ fn choose(pins: &mut Pins<Arc<iommu_core::Domain>>, src: Option<&Side>, dst: &Si
     refused.map_or(Ok(()), Err)
 }
 
-fn check_registers(accessor: EndpointId, src: Option<&Side>, dst: &Side) -> Result<(), Fault> {
-    for side in src.into_iter().chain([dst]) {
-        if let Some(at) = bad_register_access(side.range.start(), &side.segments) {
-            let owner = side.segments.iter().find(|segment| segment.at.is_registers()).and_then(|s| s.at.owner());
-            return Err(bad_access(accessor, owner, at, side.want));
+fn check_registers(accessor: EndpointId, sides: &[Side<'_>]) -> Result<(), Fault> {
+    let mut touched = 0_usize;
+    for side in sides {
+        let Some(owner) = side.registers() else { continue };
+        touched = touched.saturating_add(1);
+        // One access is a load or a store, not both.
+        let bad = bad_register_access(side.start, side.segments).or((touched > 1).then_some(side.start));
+        if let Some(at) = bad {
+            return Err(bad_access(accessor, Some(owner), at, side.want));
         }
     }
     Ok(())
@@ -335,14 +334,6 @@ fn bad_access(accessor: EndpointId, owner: Option<EndpointId>, address: Iova, ac
 /// The domain is not there, or nobody is attached to it.
 pub(crate) fn no_domain(accessor: Option<EndpointId>) -> Fault {
     Fault { accessor, owner: None, address: Iova(0), access: Access::NONE, reason: FaultReason::Domain }
-}
-
-/// The planner had chosen nobody yet.
-fn anonymous(refusal: Refusal) -> Refusal {
-    match refusal {
-        Refusal::Fault(fault) => Refusal::Fault(Fault { accessor: None, ..fault }),
-        error @ Refusal::Error(_) => error,
-    }
 }
 
 impl From<Fault> for Refusal {

@@ -137,12 +137,19 @@ pub(crate) struct Outcome {
     pub(crate) error: Option<RequestError>,
     pub(crate) bytes: u64,
     pub(crate) plan: Option<Plan>,
+    /// An engine had it and has said so.
+    pub(crate) ran: bool,
 }
 
 impl Outcome {
     /// Refused or given up before anything moved.
     pub(crate) fn refused(error: RequestError) -> Self {
-        Self { error: Some(error), bytes: 0, plan: None }
+        Self { error: Some(error), bytes: 0, plan: None, ran: false }
+    }
+
+    /// There was nothing to do.
+    pub(crate) fn nothing() -> Self {
+        Self { error: None, bytes: 0, plan: None, ran: false }
     }
 
     /// The record that tells the guest.

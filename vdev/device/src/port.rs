@@ -12,7 +12,7 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestMemoryMmap;
 
 use crate::Ring;
-use crate::queue::{self, Pop, Popped};
+use crate::queue::{Pop, Popped, Visit};
 use crate::sync::{lock, read, write};
 
 /// One ring in use.
@@ -60,26 +60,29 @@ impl Port {
     }
 
     /// Takes the next chain; `None` if there is none or the queue takes no more. Within [`Port::access`].
-    pub(crate) fn pop(&self, queue: &mut Queue, mem: &GuestMemoryMmap) -> Option<Popped> {
+    pub(crate) fn pop(&self, queue: &mut Queue, visit: &mut Visit<'_>) -> Option<Popped> {
         if !self.taking() {
             return None;
         }
         // More open chains than the ring has heads: some head was made available twice.
         if self.open.load(Ordering::Relaxed) >= usize::from(queue.size()) {
-            self.stop_taking();
-            return None;
+            return self.give_up("more chains are open than it has heads");
         }
-        match queue::pop(queue, mem) {
+        match visit.pop(queue) {
             Pop::Chain(popped) => {
                 self.open.fetch_add(1, Ordering::Relaxed);
                 Some(popped)
             }
             Pop::Empty => None,
-            Pop::Broken => {
-                self.stop_taking();
-                None
-            }
+            Pop::Broken => self.give_up("its index or a head is out of range"),
         }
+    }
+
+    /// Takes nothing more from a ring that makes no sense.
+    fn give_up(&self, what: &'static str) -> Option<Popped> {
+        tracing::warn!(queue = self.index, what, "The driver broke a ring; it is out of use until it is started anew");
+        self.stop_taking();
+        None
     }
 
     /// Gives a chain back, `len` bytes written. Within [`Port::access`].

@@ -10,8 +10,8 @@ use std::sync::atomic::{Ordering, fence};
 use smallvec::SmallVec;
 use vdev_wire::MAX_CHAIN;
 use virtio_bindings::bindings::virtio_ring::{VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE};
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryBackend, GuestMemoryMmap, Permissions};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Bytes, GuestAddress, GuestMemory, GuestMemoryBackend, GuestMemoryMmap, Permissions, VolatileSlice};
 
 /// One virtqueue as the transport gives it.
 pub trait Ring: Send + Sync {
@@ -24,6 +24,8 @@ pub trait Ring: Send + Sync {
 }
 
 const DESCRIPTOR: usize = 16;
+/// Bytes before the entries of the available ring.
+const AVAIL_HEADER: usize = 4;
 const NEXT: u32 = VRING_DESC_F_NEXT;
 const WRITE: u32 = VRING_DESC_F_WRITE;
 const INDIRECT: u32 = VRING_DESC_F_INDIRECT;
@@ -93,25 +95,38 @@ impl Area {
         });
     }
 
-    /// Writes `record` at `offset`, its last four bytes last and with release ordering.
-    pub(crate) fn write_record(&self, mem: &GuestMemoryMmap, offset: usize, record: &[u8; 32]) {
-        let [body @ .., a, b, c, d] = record;
-        let status = u32::from_ne_bytes([*a, *b, *c, *d]);
-        if let Some(at) = self.contiguous(offset, record.len())
-            && let Ok(slice) = GuestMemoryBackend::get_slice(mem, at, record.len())
-            && slice.write_slice(body, 0).is_ok()
-            && slice.store(status, body.len(), Ordering::Release).is_ok()
+    /// The area as one run of memory, if it is one.
+    fn run<'m>(&self, mem: &'m GuestMemoryMmap) -> Option<VolatileSlice<'m>> {
+        let [(at, len)] = self.buffers.as_slice() else { return None };
+        GuestMemoryBackend::get_slice(mem, *at, *len as usize).ok()
+    }
+}
+
+/// A writer of records of `N` bytes, which the driver may look at while they are written: the last four bytes come last, with release ordering.
+pub(crate) struct Records<'m> {
+    mem: &'m GuestMemoryMmap,
+    area: &'m Area,
+    run: Option<VolatileSlice<'m>>,
+}
+
+impl<'m> Records<'m> {
+    pub(crate) fn new(mem: &'m GuestMemoryMmap, area: &'m Area) -> Self {
+        Self { mem, area, run: area.run(mem) }
+    }
+
+    /// Writes the record at `offset`.
+    pub(crate) fn write<const N: usize>(&self, offset: usize, record: &[u8; N]) {
+        let Some((body, status)) = record.split_last_chunk::<4>() else { return };
+        let (status, status_at) = (u32::from_ne_bytes(*status), offset.saturating_add(body.len()));
+        if let Some(run) = &self.run
+            && run.write_slice(body, offset).is_ok()
+            && run.store(status, status_at, Ordering::Release).is_ok()
         {
             return;
         }
-        self.write(mem, offset, body);
+        self.area.write(self.mem, offset, body);
         fence(Ordering::Release);
-        self.write(mem, offset.saturating_add(body.len()), &status.to_ne_bytes());
-    }
-
-    fn contiguous(&self, offset: usize, len: usize) -> Option<GuestAddress> {
-        let (at, size) = self.buffers.first()?;
-        (offset.checked_add(len)? <= *size as usize).then(|| GuestAddress(at.0.wrapping_add(offset as u64)))
+        self.area.write(self.mem, status_at, &status.to_ne_bytes());
     }
 }
 
@@ -139,17 +154,130 @@ pub(crate) enum Pop {
     Broken,
 }
 
-/// Takes the next chain.
-pub(crate) fn pop(queue: &mut Queue, mem: &GuestMemoryMmap) -> Pop {
-    let (table, size) = (GuestAddress(queue.desc_table()), queue.size());
-    let head = match queue.iter(mem) {
-        Ok(mut heads) => heads.next().map(|chain| chain.head_index()),
-        Err(_) => return Pop::Broken,
-    };
-    match head {
-        None => Pop::Empty,
-        Some(head) if head >= size => Pop::Broken,
-        Some(head) => Pop::Chain(walk(mem, table, size, head)),
+/// A run of guest memory, found once; piece by piece if it is not in one region.
+struct Window<'m> {
+    mem: &'m GuestMemoryMmap,
+    at: u64,
+    run: Option<VolatileSlice<'m>>,
+}
+
+impl<'m> Window<'m> {
+    fn new(mem: &'m GuestMemoryMmap, at: u64, len: usize) -> Self {
+        Self { mem, at, run: GuestMemoryBackend::get_slice(mem, GuestAddress(at), len).ok() }
+    }
+
+    fn read(&self, offset: usize, into: &mut [u8]) -> Option<()> {
+        if let Some(run) = &self.run {
+            return run.read_slice(into, offset).ok();
+        }
+        self.mem.read_slice(into, GuestAddress(self.at.checked_add(offset as u64)?)).ok()
+    }
+
+    fn load(&self, offset: usize, order: Ordering) -> Option<u16> {
+        let raw: Option<u16> = match &self.run {
+            Some(run) => run.load(offset, order).ok(),
+            None => self.mem.load(GuestAddress(self.at.checked_add(offset as u64)?), order).ok(),
+        };
+        raw.map(u16::from_le)
+    }
+}
+
+/// The driver's part of a ring during one visit to it.
+pub(crate) struct Visit<'m> {
+    mem: &'m GuestMemoryMmap,
+    size: u16,
+    table: Window<'m>,
+    avail: Window<'m>,
+    /// The available index as it was last read.
+    index: Option<u16>,
+}
+
+impl<'m> Visit<'m> {
+    pub(crate) fn new(queue: &Queue, mem: &'m GuestMemoryMmap) -> Self {
+        let size = queue.size();
+        let table = usize::from(size).saturating_mul(DESCRIPTOR);
+        let avail = usize::from(size).saturating_mul(2).saturating_add(AVAIL_HEADER);
+        let (table, avail) = (Window::new(mem, queue.desc_table(), table), Window::new(mem, queue.avail_ring(), avail));
+        Self { mem, size, table, avail, index: None }
+    }
+
+    /// Takes the next chain.
+    pub(crate) fn pop(&mut self, queue: &mut Queue) -> Pop {
+        let next = queue.next_avail();
+        if self.index.is_none_or(|index| index == next) {
+            self.index = self.avail.load(2, Ordering::Acquire);
+        }
+        let Some(index) = self.index.filter(|_| queue.ready() && self.size > 0) else { return Pop::Broken };
+        match index.wrapping_sub(next) {
+            0 => return Pop::Empty,
+            ahead if ahead > self.size => return Pop::Broken,
+            _ => {}
+        }
+        let slot = usize::from(next.checked_rem(self.size).unwrap_or(0));
+        let head = self.avail.load(slot.saturating_mul(2).saturating_add(AVAIL_HEADER), Ordering::Relaxed);
+        let Some(head) = head.filter(|head| *head < self.size) else { return Pop::Broken };
+        queue.set_next_avail(next.wrapping_add(1));
+        Pop::Chain(self.walk(head))
+    }
+
+    fn walk(&self, head: u16) -> Popped {
+        let mut popped = Popped { head, readable: Area::default(), writable: Area::default(), defect: None };
+        popped.defect = self.follow(&mut popped).err();
+        popped
+    }
+
+    fn follow(&self, into: &mut Popped) -> Result<(), &'static str> {
+        let (mut index, mut seen, mut indirect) = (into.head, 0_usize, None::<Indirect>);
+        loop {
+            let descriptor = match &indirect {
+                None => self.descriptor(index),
+                Some(table) => table.get(index),
+            };
+            let descriptor = descriptor.ok_or("a descriptor lies outside its table")?;
+            if descriptor.flags & INDIRECT != 0 {
+                if indirect.is_some() || descriptor.flags & NEXT != 0 {
+                    return Err("an indirect table is chained or nested");
+                }
+                indirect = Some(Indirect::read(self.mem, descriptor)?);
+                index = 0;
+                continue;
+            }
+            seen = seen.saturating_add(1);
+            if seen > MAX_CHAIN {
+                return Err("the chain is longer than 64 descriptors");
+            }
+            self.take(descriptor, into)?;
+            if descriptor.flags & NEXT == 0 {
+                return Ok(());
+            }
+            index = descriptor.next;
+        }
+    }
+
+    fn descriptor(&self, index: u16) -> Option<Descriptor> {
+        if index >= self.size {
+            return None;
+        }
+        let mut bytes = [0; DESCRIPTOR];
+        self.table.read(usize::from(index).checked_mul(DESCRIPTOR)?, &mut bytes)?;
+        Descriptor::parse(&bytes)
+    }
+
+    fn take(&self, descriptor: Descriptor, into: &mut Popped) -> Result<(), &'static str> {
+        let Descriptor { at, len, flags, .. } = descriptor;
+        if len == 0 {
+            return Err("a buffer is empty");
+        }
+        let write = flags & WRITE != 0;
+        if !write && into.writable.len() != 0 {
+            return Err("a readable buffer follows a writable one");
+        }
+        // A readable buffer shows whether it is there when it is read.
+        if write && !GuestMemory::check_range(self.mem, at, len as usize, Permissions::Write) {
+            return Err("a buffer is not in guest memory");
+        }
+        let area = if write { &mut into.writable } else { &mut into.readable };
+        if area.push(at, len) { Ok(()) } else { Err("the buffers are longer than 4 GiB together") }
     }
 }
 
@@ -176,84 +304,24 @@ impl Descriptor {
     }
 }
 
-/// Where descriptors come from: the queue's table, or an indirect one that was copied once.
-enum Table<'a> {
-    Queue { mem: &'a GuestMemoryMmap, at: GuestAddress, size: u16 },
-    Indirect(SmallVec<[u8; 4 * DESCRIPTOR]>),
-}
+/// An indirect table, copied once.
+struct Indirect(SmallVec<[u8; 4 * DESCRIPTOR]>);
 
-impl Table<'_> {
-    fn get(&self, index: u16) -> Option<Descriptor> {
-        let offset = usize::from(index).checked_mul(DESCRIPTOR)?;
-        let end = offset.checked_add(DESCRIPTOR)?;
-        match self {
-            Self::Queue { mem, at, size } => {
-                if index >= *size {
-                    return None;
-                }
-                let mut bytes = [0; DESCRIPTOR];
-                mem.read_slice(&mut bytes, GuestAddress(at.0.checked_add(offset as u64)?)).ok()?;
-                Descriptor::parse(&bytes)
-            }
-            Self::Indirect(bytes) => Descriptor::parse(bytes.get(offset..end)?),
-        }
-    }
-
-    fn indirect(mem: &GuestMemoryMmap, descriptor: Descriptor) -> Result<Self, &'static str> {
+impl Indirect {
+    fn read(mem: &GuestMemoryMmap, descriptor: Descriptor) -> Result<Self, &'static str> {
         let len = descriptor.len as usize;
         if len == 0 || !len.is_multiple_of(DESCRIPTOR) || len > MAX_CHAIN * DESCRIPTOR {
             return Err("the size of the indirect table is not 1 to 64 descriptors");
         }
         let mut bytes = SmallVec::from_elem(0, len);
         match mem.read_slice(&mut bytes, descriptor.at) {
-            Ok(()) => Ok(Self::Indirect(bytes)),
+            Ok(()) => Ok(Self(bytes)),
             Err(_) => Err("the indirect table is not in guest memory"),
         }
     }
-}
 
-fn walk(mem: &GuestMemoryMmap, table: GuestAddress, size: u16, head: u16) -> Popped {
-    let mut popped = Popped { head, readable: Area::default(), writable: Area::default(), defect: None };
-    popped.defect = follow(mem, Table::Queue { mem, at: table, size }, &mut popped).err();
-    popped
-}
-
-fn follow<'a>(mem: &'a GuestMemoryMmap, mut table: Table<'a>, into: &mut Popped) -> Result<(), &'static str> {
-    let (mut index, mut seen) = (into.head, 0_usize);
-    loop {
-        let descriptor = table.get(index).ok_or("a descriptor lies outside its table")?;
-        if descriptor.flags & INDIRECT != 0 {
-            if matches!(table, Table::Indirect(_)) || descriptor.flags & NEXT != 0 {
-                return Err("an indirect table is chained or nested");
-            }
-            table = Table::indirect(mem, descriptor)?;
-            index = 0;
-            continue;
-        }
-        seen = seen.saturating_add(1);
-        if seen > MAX_CHAIN {
-            return Err("the chain is longer than 64 descriptors");
-        }
-        take(mem, descriptor, into)?;
-        if descriptor.flags & NEXT == 0 {
-            return Ok(());
-        }
-        index = descriptor.next;
+    fn get(&self, index: u16) -> Option<Descriptor> {
+        let offset = usize::from(index).checked_mul(DESCRIPTOR)?;
+        Descriptor::parse(self.0.get(offset..offset.checked_add(DESCRIPTOR)?)?)
     }
-}
-
-fn take(mem: &GuestMemoryMmap, descriptor: Descriptor, into: &mut Popped) -> Result<(), &'static str> {
-    let Descriptor { at, len, flags, .. } = descriptor;
-    if len == 0 {
-        return Err("a buffer is empty");
-    }
-    let write = flags & WRITE != 0;
-    if !write && into.writable.len() != 0 {
-        return Err("a readable buffer follows a writable one");
-    }
-    if !GuestMemory::check_range(mem, at, len as usize, if write { Permissions::Write } else { Permissions::Read }) {
-        return Err("a buffer is not in guest memory");
-    }
-    let area = if write { &mut into.writable } else { &mut into.readable };
-    if area.push(at, len) { Ok(()) } else { Err("the buffers are longer than 4 GiB together") }
 }

@@ -104,22 +104,22 @@ impl Device {
         fresh: Fresh<'_>,
     ) -> Went {
         let planner = self.planner();
-        let issued = match fresh {
+        let mut issued = match fresh {
             Fresh::Guest(work) => planner.issue(&mut turn.iotlb, &domain.space, work),
             Fresh::Kernel(initiated) => planner.issue_kernel(&mut turn.iotlb, &domain.space, initiated),
             Fresh::Scrub(buffer) => Ok(planner.issue_scrub(domain.id, buffer)),
         };
-        let mut issued = match issued {
-            Ok(issued) => issued,
+        let pushed = match &mut issued {
+            Ok(issued) => self.push(turn, issued),
             Err(refusal) => {
-                return Went::Ended(Outcome::refused(self.refused(turn, domain.id, key, cookie, refusal)));
+                return Went::Ended(Outcome::refused(self.refused(turn, domain.id, key, cookie, *refusal)));
             }
         };
-        match self.push(turn, &mut issued) {
-            Pushed::Ended(error) => Went::Ended(outcome(&issued, error)),
-            Pushed::Submitted => Went::Submitted(Box::new(issued)),
-            Pushed::Starved => Went::Starved((issued.bytes() > 0).then(|| Box::new(issued))),
-            Pushed::Paused => Went::Paused(Box::new(issued)),
+        match (pushed, issued) {
+            (Pushed::Ended(error), Ok(issued)) => Went::Ended(outcome(&issued, error)),
+            (Pushed::Submitted, Ok(issued)) => Went::Submitted(Box::new(issued)),
+            (Pushed::Paused, Ok(issued)) => Went::Paused(Box::new(issued)),
+            (_, issued) => Went::Starved(issued.ok().filter(|issued| issued.bytes() > 0).map(Box::new)),
         }
     }
 
@@ -217,6 +217,7 @@ impl Device {
         let Some(mut op) = lock(&domain.streams).pop(key) else { return };
         let due = turn.now >= op.deadline;
         let went = match (op.issued.take(), &op.task) {
+            (issued @ Some(_), _) if self.is_down() => Went::Ended(given_up(issued, RequestError::Dropped)),
             (issued, _) if due => Went::Ended(given_up(issued, RequestError::Timeout)),
             (Some(issued), _) => self.resume(turn, issued),
             (None, Task::Guest(_) | Task::Kernel(_)) if domain.is_closing() => {
@@ -227,7 +228,7 @@ impl Device {
                 Err(error) => Went::Ended(Outcome::refused(*error)),
             },
             (None, Task::Kernel(initiated)) => self.begin(turn, domain, key, 0, Fresh::Kernel(initiated)),
-            (None, Task::Scrub { .. }) if self.is_down() => Went::Ended(Outcome { error: None, bytes: 0, plan: None }),
+            (None, Task::Scrub { .. }) if self.is_down() => Went::Ended(Outcome::nothing()),
             (None, Task::Scrub { buffer, .. }) => self.begin(turn, domain, key, 0, Fresh::Scrub(buffer)),
         };
         self.settle_went(turn, domain, key, op, went);
@@ -316,7 +317,7 @@ impl Device {
             }
             Task::Kernel(initiated) => {
                 turn.tally.add(Counter::Kernels, 1);
-                if let Some(error) = outcome.error {
+                if let Some(error) = outcome.error.filter(|_| !outcome.ran) {
                     self.engine.refuse(&initiated, error.status().to_raw());
                 }
                 turn.raised = true;
@@ -342,7 +343,7 @@ fn outcome(issued: &Issued, error: Option<RequestError>) -> Outcome {
     let bytes = issued.bytes();
     // A path is told only if bytes took it.
     let plan = issued.plan.filter(|_| error.is_none() || bytes > 0);
-    Outcome { error, bytes, plan }
+    Outcome { error, bytes, plan, ran: issued.ran() }
 }
 
 fn given_up(issued: Option<Box<Issued>>, error: RequestError) -> Outcome {

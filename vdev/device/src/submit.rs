@@ -22,7 +22,7 @@ use crate::issue::{Refusal, no_domain};
 use crate::observer::Counter;
 use crate::op::{Credit, GuestWork, Op, Outcome, StreamKey, Task};
 use crate::port::Port;
-use crate::queue::{Area, Popped};
+use crate::queue::{Area, Popped, Records, Visit};
 use crate::run::{Fresh, Went};
 use crate::streams::{Claim, Next};
 use crate::sync::lock;
@@ -119,8 +119,9 @@ impl Device {
         port.access(|queue, mem| {
             let mut used = false;
             let _ = queue.disable_notification(mem);
+            let mut visit = Visit::new(queue, mem);
             while state.chains.len() < CHAINS && state.works.len() < WORKS {
-                let Some(popped) = port.pop(queue, mem) else { break };
+                let Some(popped) = port.pop(queue, &mut visit) else { break };
                 taken = taken.saturating_add(1);
                 let is_read = popped.defect.is_none() && popped.readable.len() <= self.max_submission;
                 let is_read = is_read && popped.readable.read(mem, &mut state.bytes);
@@ -326,9 +327,10 @@ fn write_back(port: &Port, chains: &mut [Taken], records: &[Completion]) {
         let mut used = false;
         for taken in chains.iter() {
             let mut written = 0_u32;
+            let writer = Records::new(mem, &taken.records);
             let mine = records.get(taken.range.clone()).unwrap_or_default();
             for (index, record) in (0..).zip(mine).filter(|(_, record)| record.status.get() != COMPLETION_PENDING) {
-                write_record(mem, &taken.records, index, record);
+                write_record(&writer, index, record);
                 written = written.saturating_add(1);
             }
             if let Some(chain) = &taken.shared {

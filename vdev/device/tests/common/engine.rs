@@ -1,0 +1,187 @@
+//! An engine that does as it is told: executes at once, holds what it gets until it is released, or is full.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use hw_engine::{
+    DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, Raised, Submit, Transfer, Work, total_len,
+};
+use iommu_addr::DomainId;
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Mode {
+    /// Executes at once.
+    Inline,
+    /// Holds transfers until they are released.
+    Hold,
+    /// Takes nothing.
+    Full,
+    /// Executes, but reports the end as failed after this many bytes.
+    Fail(u64),
+}
+
+pub type Wake = Box<dyn Fn() + Send + Sync>;
+
+#[derive(Default)]
+pub struct State {
+    pub held: Vec<Transfer>,
+    pub finished: Vec<Finished>,
+    pub raised: Vec<Raised>,
+    pub aborted: Vec<JobId>,
+    pub refused: Vec<(Initiated, u32)>,
+    pub forgotten: Vec<DomainId>,
+    /// Every transfer ever taken.
+    pub seen: Vec<Transfer>,
+    wake: Option<Arc<Wake>>,
+}
+
+pub struct ScriptEngine {
+    inner: Arc<dyn DmaEngine>,
+    pub mode: Mutex<Mode>,
+    /// Aborted transfers end (with an error) only if this is set; else they stay held.
+    pub abort_ends: Mutex<bool>,
+    pub state: Mutex<State>,
+    max_transfer: u64,
+}
+
+impl ScriptEngine {
+    pub fn new(inner: Arc<dyn DmaEngine>, max_transfer: u64) -> Arc<Self> {
+        let (mode, abort_ends) = (Mutex::new(Mode::Inline), Mutex::new(true));
+        Arc::new(Self { inner, mode, abort_ends, state: Mutex::default(), max_transfer })
+    }
+
+    pub fn set(&self, mode: Mode) {
+        *self.mode.lock().unwrap() = mode;
+    }
+
+    pub fn held(&self) -> usize {
+        self.state.lock().unwrap().held.len()
+    }
+
+    fn run(&self, transfer: &Transfer) -> Finished {
+        if matches!(transfer.work, Work::Kernel { .. }) {
+            return Finished { job: transfer.job, bytes: len(&transfer.work), result: Ok(()), raised: true };
+        }
+        match self.inner.submit(transfer) {
+            Ok(Submit::Executed(finished)) => finished,
+            other => panic!("the inner engine executes at once: {other:?}"),
+        }
+    }
+
+    /// Carries out the `index`th held transfer and reports it.
+    pub fn release(&self, index: usize) {
+        let transfer = self.state.lock().unwrap().held.remove(index);
+        let finished = self.run(&transfer);
+        self.report(finished);
+    }
+
+    pub fn release_all(&self) {
+        while self.held() > 0 {
+            self.release(0);
+        }
+    }
+
+    /// Ends the `index`th held transfer with an error.
+    pub fn fail(&self, index: usize, bytes: u64, error: EngineError) {
+        let transfer = self.state.lock().unwrap().held.remove(index);
+        self.report(Finished { job: transfer.job, bytes, result: Err(error), raised: false });
+    }
+
+    fn report(&self, finished: Finished) {
+        let wake = {
+            let mut state = self.state.lock().unwrap();
+            state.finished.push(finished);
+            state.wake.clone()
+        };
+        if let Some(wake) = wake {
+            wake();
+        }
+    }
+
+    pub fn raise(&self, raised: Raised) {
+        self.state.lock().unwrap().raised.push(raised);
+    }
+}
+
+fn len(work: &Work) -> u64 {
+    match work {
+        Work::Copy { dst, .. } | Work::Fill { dst, .. } | Work::Kernel { dst, .. } => total_len(dst),
+        Work::Flush => 0,
+    }
+}
+
+impl DmaEngine for ScriptEngine {
+    fn caps(&self) -> EngineCaps {
+        EngineCaps { max_transfer: self.max_transfer, queue_depth: 64 }
+    }
+
+    fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
+        let mode = *self.mode.lock().unwrap();
+        if mode == Mode::Full {
+            return Err(EngineError::Busy);
+        }
+        let mut state = self.state.lock().unwrap();
+        state.seen.push(transfer.clone());
+        match mode {
+            Mode::Hold => {
+                state.held.push(transfer.clone());
+                Ok(Submit::Submitted)
+            }
+            Mode::Fail(bytes) => {
+                let result = Err(EngineError::Device { code: 7 });
+                Ok(Submit::Executed(Finished { job: transfer.job, bytes, result, raised: false }))
+            }
+            Mode::Inline | Mode::Full => {
+                drop(state);
+                Ok(Submit::Executed(self.run(transfer)))
+            }
+        }
+    }
+
+    fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
+        out.append(&mut self.state.lock().unwrap().finished);
+        None
+    }
+
+    fn abort(&self, job: JobId) {
+        let ended = {
+            let mut state = self.state.lock().unwrap();
+            state.aborted.push(job);
+            let index = state.held.iter().position(|transfer| transfer.job == job);
+            match index {
+                Some(index) if *self.abort_ends.lock().unwrap() => Some(state.held.remove(index)),
+                _ => None,
+            }
+        };
+        if let Some(transfer) = ended {
+            self.report(Finished { job: transfer.job, bytes: 0, result: Err(EngineError::Aborted), raised: false });
+        }
+    }
+
+    fn quiesce(&self, out: &mut Vec<Finished>) {
+        let held = std::mem::take(&mut self.state.lock().unwrap().held);
+        for transfer in held {
+            out.push(Finished { job: transfer.job, bytes: 0, result: Err(EngineError::Aborted), raised: false });
+        }
+        self.poll(out);
+    }
+
+    fn raised(&self, out: &mut Vec<Raised>) {
+        out.append(&mut self.state.lock().unwrap().raised);
+    }
+
+    fn refuse(&self, initiated: &Initiated, status: u32) {
+        let mut state = self.state.lock().unwrap();
+        state.refused.push((*initiated, status));
+        let Initiated { endpoint, domain, .. } = *initiated;
+        state.raised.push(Raised::Interrupt { endpoint, domain, vector: 0 });
+    }
+
+    fn forget(&self, domain: DomainId) {
+        self.state.lock().unwrap().forgotten.push(domain);
+    }
+
+    fn on_progress(&self, wake: Wake) {
+        self.state.lock().unwrap().wake = Some(Arc::new(wake));
+    }
+}
