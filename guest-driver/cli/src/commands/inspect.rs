@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use peergate_guest::{
-    Access, Driver, EndpointInfo, EndpointKind, EventKind, FaultReason, KernelDriver, Notice, Session, uapi,
+    Access, Driver, EndpointInfo, EndpointKind, EventKind, FaultReason, KernelDriver, Notice, Session,
+    uapi::{self, Info},
 };
 use serde_json::{Value, json};
 
@@ -72,8 +73,12 @@ fn endpoint_json(endpoint: &EndpointInfo) -> Value {
 /// Limits and endpoints of one device.
 pub(crate) fn info(driver: &dyn Driver, device: &Path, console: &mut Console<'_>) -> Result<bool> {
     let session = Session::open(driver)?;
-    let limits = *session.limits();
-    let endpoints = session.endpoints()?;
+    let (limits, endpoints) = (session.limits(), session.endpoints()?);
+    console.say(&info_text(device, limits, &endpoints), &info_json(device, limits, &endpoints))?;
+    Ok(true)
+}
+
+fn info_text(device: &Path, limits: &Info, endpoints: &[EndpointInfo]) -> String {
     let interrupt = match limits.interrupt {
         uapi::INTERRUPT_INTX => "INTx (one line for all queues)",
         uapi::INTERRUPT_MSIX => "MSI-X",
@@ -105,7 +110,7 @@ pub(crate) fn info(driver: &dyn Driver, device: &Path, console: &mut Console<'_>
         "\n{:>8}  {:<20} {:<5} {:>10} {:>10} {:>9}",
         "ENDPOINT", "NAME", "KIND", "MEMORY", "FREE", "REGISTERS"
     );
-    for endpoint in &endpoints {
+    for endpoint in endpoints {
         text += &format!(
             "\n{:>8}  {:<20} {:<5} {:>10} {:>10} {:>9}",
             endpoint.number,
@@ -116,7 +121,11 @@ pub(crate) fn info(driver: &dyn Driver, device: &Path, console: &mut Console<'_>
             amount(endpoint.registers_len),
         );
     }
-    let value = json!({
+    text
+}
+
+fn info_json(device: &Path, limits: &Info, endpoints: &[EndpointInfo]) -> Value {
+    json!({
         "device": device,
         "version": limits.version,
         "session": limits.session,
@@ -139,9 +148,7 @@ pub(crate) fn info(driver: &dyn Driver, device: &Path, console: &mut Console<'_>
         "max_domains": limits.max_domains,
         "max_mappings": limits.max_mappings,
         "endpoints": endpoints.iter().map(endpoint_json).collect::<Vec<_>>(),
-    });
-    console.say(&text, &value)?;
-    Ok(true)
+    })
 }
 
 /// Rights as a person writes them.
@@ -216,7 +223,9 @@ pub(crate) fn events(driver: &dyn Driver, args: &EventsArgs, console: &mut Conso
 /// Reads an address that nobody mapped.
 fn provoke(session: &Session) -> Result<()> {
     let memory = session.map(1, Access::RW)?;
-    let ticket = session.stream().copy(memory.iova(), memory.iova().saturating_add(memory.len()), 8)?;
+    let acting = session.endpoints()?.first().map_or(uapi::INITIATOR_ANY, |endpoint| endpoint.number);
+    let unmapped = memory.iova().saturating_add(memory.len());
+    let ticket = session.stream().by(acting).copy(memory.iova(), unmapped, 8)?;
     ticket.outcome(session.patience())?;
     Ok(())
 }

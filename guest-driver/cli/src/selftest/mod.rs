@@ -1,6 +1,6 @@
 //! What a Peergate device must do and must refuse, tried from a guest's side.
 //!
-//! A scenario is a list of cases ([`cases`]); each opens the device anew, so that none depends on another, and yields rows: what was
+//! A scenario is a list of cases (`cases`); each opens the device anew, so that none depends on another, and yields rows: what was
 //! expected, what came. A refusal counts only if completion and fault event both say who was refused, what, where and why.
 //!
 //! Not here: the operator's view of the same refusals; `peergate faults` on the host has that.
