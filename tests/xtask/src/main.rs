@@ -21,8 +21,7 @@ enum Command {
     Kit(cmd::kit::KitArgs),
     /// Check formatting, clippy and the documentation; warnings are failures
     Lint,
-    /// Run everything a change must pass: lint, the kernel module with W=1 and sparse, and all tests, guests included
-    Test,
+    Test(cmd::test::TestArgs),
 }
 
 fn main() -> ExitCode {
@@ -30,7 +29,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => cmd::demo::run(args),
         Command::Kit(args) => cmd::kit::run(&args),
         Command::Lint => cmd::lint::run(),
-        Command::Test => cmd::test::run(),
+        Command::Test(args) => cmd::test::run(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -34,8 +34,15 @@ pub(crate) fn run(args: DemoArgs) -> Result<()> {
         demo::in_guest(&Kit::ensure()?, args.file, &mut report)?
     };
     if !json {
-        table("What moved", rows.all().iter().filter(|row| row.bytes.is_some()));
-        table("What was refused, and what else was tried", rows.all().iter().filter(|row| row.bytes.is_none()));
+        let is_operator = |row: &Row| row.name.starts_with("operator/");
+        let all = || rows.all().iter();
+        table("What moved", all().filter(|row| row.bytes.is_some()));
+        table("What was refused", all().filter(|row| row.fault.is_some()));
+        table("What the operator's log says of it", all().filter(|row| is_operator(row)));
+        table(
+            "What else was tried",
+            all().filter(|row| row.bytes.is_none() && row.fault.is_none() && !is_operator(row)),
+        );
     }
     let (all, failed) = (rows.all().len(), rows.failed());
     if failed > 0 {

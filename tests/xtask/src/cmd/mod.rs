@@ -13,12 +13,24 @@ pub(crate) use xtask::work::{cargo, checkout, must};
 /// Named steps, all of which run; what failed is said again at the end.
 #[derive(Debug, Default)]
 pub(crate) struct Steps {
+    /// Only steps whose name contains this; all if empty.
+    only: String,
+    ran: usize,
     failed: Vec<String>,
 }
 
 impl Steps {
-    /// Runs one step between a heading and its time; gives its value if it succeeded.
+    /// Steps of which only those count whose name contains `only`.
+    pub(crate) fn only(only: String) -> Self {
+        Self { only, ..Self::default() }
+    }
+
+    /// Runs one step, if it is wanted, between a heading and its time; gives its value if it succeeded.
     pub(crate) fn run<T>(&mut self, name: &str, step: impl FnOnce() -> Result<T>) -> Option<T> {
+        if !name.contains(&self.only) {
+            return None;
+        }
+        self.ran += 1;
         eprintln!("==> {name}");
         let started = Instant::now();
         let result = step();
@@ -38,6 +50,9 @@ impl Steps {
 
     /// Ends the list.
     pub(crate) fn finish(self) -> Result<()> {
+        if self.ran == 0 {
+            bail!("No step has {:?} in its name", self.only);
+        }
         if !self.failed.is_empty() {
             bail!("Failed: {}", self.failed.join(", "));
         }

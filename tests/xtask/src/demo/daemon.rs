@@ -18,7 +18,6 @@ use tempfile::TempDir;
 
 use super::programs::Programs;
 use super::{Row, TENANT};
-use crate::work::checkout;
 
 /// How long the daemon may take to be ready, and to end.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -33,20 +32,10 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `peergated` on a shipped configuration, and waits until it says that it is ready.
+    /// Starts `peergated` on a configuration given as text, which must have no `[daemon]` table, and waits until it says that it is ready.
     ///
     /// # Errors
     /// When it does not start; the message has its log.
-    pub fn start(programs: &Programs, config: &str) -> Result<Self> {
-        let text = fs::read_to_string(checkout().join("configs").join(config))
-            .with_context(|| format!("Cannot read configs/{config}"))?;
-        Self::start_with(programs, &text)
-    }
-
-    /// As [`Daemon::start`], on a configuration given as text; it must have no `[daemon]` table.
-    ///
-    /// # Errors
-    /// As there.
     pub fn start_with(programs: &Programs, config: &str) -> Result<Self> {
         let dir = TempDir::with_prefix("peergate-").context("Cannot create a temporary folder")?;
         let file = dir.path().join("peergated.toml");

@@ -12,11 +12,13 @@ pub mod operator;
 pub mod programs;
 pub mod rows;
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 
 use crate::kit::Kit;
+use crate::work::checkout;
 use daemon::Daemon;
 use programs::Programs;
 pub use rows::{Row, Rows};
@@ -31,10 +33,29 @@ pub const TENANT: &str = "demo";
 pub fn in_guest<'r>(kit: &Kit, file: Option<PathBuf>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
     let programs = Programs::build(&["vmm_daemon", "pgctl"])?;
     let module = programs.module(kit)?;
-    let daemon = Daemon::start(&programs, "demo.toml")?;
+    let daemon = Daemon::start_with(&programs, &shipped("demo.toml")?)?;
     let mut rows = Rows::new(report);
     let plan = guest::Plan::demo(file.unwrap_or_else(|| kit.kernel_image()));
     guest::run(kit, &programs, &module, &daemon, &plan, &mut rows)?;
+    finish(daemon, rows)
+}
+
+/// Runs the scenario, and then the guest driver's own tests, in a guest whose links have a latency and a bandwidth: so transfers are really in
+/// flight while things happen. Blocks until everything has ended.
+///
+/// # Errors
+/// When it could not run to its end.
+pub fn guest_tests<'r>(kit: &Kit, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
+    let programs = Programs::build(&["vmm_daemon", "pgctl"])?;
+    let module = programs.module(kit)?;
+    let config = shipped("demo.toml")?;
+    let link = "link = { bandwidth = \"256MB/s\", latency = \"20us\" }";
+    let slow = config.lines().flat_map(|line| [line, if line.starts_with("kind = ") { link } else { "" }]);
+    let slow = slow.collect::<Vec<_>>().join("\n");
+    ensure!(slow.contains(link), "configs/demo.toml has no device to slow down");
+    let daemon = Daemon::start_with(&programs, &slow)?;
+    let mut rows = Rows::new(report);
+    guest::run(kit, &programs, &module, &daemon, &guest::Plan::tests(kit.kernel_image()), &mut rows)?;
     finish(daemon, rows)
 }
 
@@ -44,10 +65,15 @@ pub fn in_guest<'r>(kit: &Kit, file: Option<PathBuf>, report: &'r mut dyn FnMut(
 /// When the scenario could not run to its end.
 pub fn without_vm<'r>(file: Option<&Path>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
     let programs = Programs::build(&["vmm_daemon", "e2e"])?;
-    let daemon = Daemon::start(&programs, "demo.toml")?;
+    let daemon = Daemon::start_with(&programs, &shipped("demo.toml")?)?;
     let mut rows = Rows::new(report);
     programs.scenario(&daemon, file, &mut rows)?;
     finish(daemon, rows)
+}
+
+/// A configuration of `configs/`.
+fn shipped(name: &str) -> Result<String> {
+    fs::read_to_string(checkout().join("configs").join(name)).with_context(|| format!("Cannot read configs/{name}"))
 }
 
 /// The operator's side, and the end of the daemon.
