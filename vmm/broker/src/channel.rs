@@ -139,6 +139,8 @@ impl Channel {
             let mut parts = [IoSliceMut::new(&mut payload)];
             match recvmsg(&self.socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
                 Err(rustix::io::Errno::INTR) => {}
+                // It was closed before it had received everything.
+                Err(rustix::io::Errno::CONNRESET) => return Ok(None),
                 Err(error) => return Err(io::Error::from(error).into()),
                 Ok(received) => break received,
             }

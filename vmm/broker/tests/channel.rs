@@ -81,6 +81,14 @@ fn the_other_end_closing_is_an_end_when_receiving_and_an_error_when_sending() {
 }
 
 #[test]
+fn an_end_that_closes_before_it_has_received_everything_is_an_end() {
+    let (supervisor, worker) = Channel::pair().unwrap();
+    supervisor.send(&ToWorker::Shutdown {}, &[]).unwrap();
+    drop(worker);
+    assert!(supervisor.receive::<ToSupervisor>().unwrap().is_none());
+}
+
+#[test]
 fn an_end_that_must_not_block_says_so() {
     let (supervisor, _worker) = Channel::pair().unwrap();
     supervisor.set_nonblocking().unwrap();
