@@ -37,18 +37,21 @@ fn map(domain: &Domain, at: Range<Iova>, gpa: u64) {
     try_map(domain, at, gpa).unwrap();
 }
 
-/// How many use what is mapped, and whether its unmapping was answered.
+/// How many use what is mapped, whether its unmapping has returned, and how often it was answered.
 #[derive(Default)]
 struct Witness {
     users: AtomicU32,
+    withdrawn: AtomicU32,
     answers: AtomicU32,
 }
 
 impl Witness {
-    /// Uses the page if the translation succeeds: no use may begin or go on once the answer is given.
+    /// Uses the page if the translation succeeds: no use may begin once the unmapping has returned, or go on once its answer is given.
     fn use_page(&self, domain: &Domain, iotlb: &mut Iotlb) {
         let mut pins = Pins::new(domain, GPU).unwrap();
+        let withdrawn = self.withdrawn.load(Ordering::SeqCst);
         if pins.translate(iotlb, page(0), Access::READ).is_ok() {
+            assert_eq!(withdrawn, 0, "a use began after the unmapping");
             self.users.fetch_add(1, Ordering::SeqCst);
             assert_eq!(self.answers.load(Ordering::SeqCst), 0, "used after the answer");
             self.users.fetch_sub(1, Ordering::SeqCst);
@@ -81,7 +84,9 @@ fn nobody_uses_a_page_after_the_answer_and_the_answer_comes_once() {
             })
             .collect();
         let (seen, tenant) = (Arc::clone(&witness), Arc::clone(&iommu));
-        domain.unmap(page(0)).unwrap().then(move || {
+        let progress = domain.unmap(page(0)).unwrap();
+        witness.withdrawn.store(1, Ordering::SeqCst);
+        progress.then(move || {
             assert_eq!(tenant.usage().mappings, 0, "quota comes back first");
             seen.answer();
         });
