@@ -14,7 +14,7 @@ pub mod ring;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, Memory, RamMap, RamRegion};
 use hw_host::{HostEngine, HostMemory};
@@ -238,6 +238,19 @@ impl Bed {
             if !more && self.device.poll() != Some(Duration::ZERO) {
                 return;
             }
+        }
+    }
+
+    /// Drains until something is so. Gives up after a long time, which only a defect needs.
+    pub fn until(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+        let start = Instant::now();
+        loop {
+            self.drain();
+            if is_so(self) {
+                return;
+            }
+            assert!(start.elapsed() < Duration::from_secs(60), "never came: {what}");
+            std::thread::yield_now();
         }
     }
 
