@@ -63,8 +63,8 @@ impl Programs {
     /// # Errors
     /// When it does not run to its end.
     pub fn scenario(&self, daemon: &Daemon, file: Option<&Path>, rows: &mut Rows) -> Result<()> {
-        let mut command = self.command("scenario");
-        command.arg("--socket").arg(daemon.tenant_socket()).arg("--json");
+        let mut command = self.command("pgctl-no-vm");
+        command.arg("--device").arg(daemon.tenant_socket()).args(["--json", "selftest"]);
         if let Some(file) = file {
             command.arg("--file").arg(file);
         }
