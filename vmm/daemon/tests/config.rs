@@ -357,3 +357,15 @@ fn files_that_are_no_configuration_are_refused() {
     let missing = Config::load(Path::new("/nowhere.toml")).unwrap_err();
     assert_eq!(missing.to_string(), "Cannot read the configuration /nowhere.toml");
 }
+
+proptest::proptest! {
+    /// Whatever is typed, the answer is a configuration or a line.
+    #[test]
+    fn damaged_files_never_panic(at in 0..BASE.len(), len in 0..40_usize, put in "[ -~\n]{0,12}") {
+        let end = (at + len).min(BASE.len());
+        let damaged = format!("{}{put}{}", &BASE[..at], &BASE[end..]);
+        if let Err(said) = parse(&damaged) {
+            proptest::prop_assert!(said.starts_with("t.toml:"), "{said}");
+        }
+    }
+}

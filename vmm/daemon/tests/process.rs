@@ -5,6 +5,7 @@ mod common;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -155,6 +156,21 @@ fn every_thread_of_a_worker_is_confined_and_holds_its_own_tenants_slices_only() 
             assert!(!link.to_string_lossy().contains(other), "{link:?}");
         }
     }
+}
+
+#[test]
+fn a_descriptor_that_the_daemon_was_started_with_is_not_handed_to_workers() {
+    let (_reader, writer) = std::io::pipe().unwrap();
+    // Whatever this test process starts from here on inherits it.
+    rustix::io::fcntl_setfd(&writer, rustix::io::FdFlags::empty()).unwrap();
+    let daemon = Daemon::start_with("core_dumps = true", CONFIG);
+    let inherited = fs::read_link(format!("/proc/self/fd/{}", writer.as_raw_fd())).unwrap();
+    let has = |pid: u32| {
+        let links = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        links.map(|entry| entry.unwrap().path()).any(|path| fs::read_link(path).is_ok_and(|link| link == inherited))
+    };
+    assert!(has(daemon.pid()));
+    assert!(!has(daemon.tenant(0).worker_pid.unwrap()));
 }
 
 #[test]

@@ -33,6 +33,16 @@ pub fn follow_parent(parent: u32) -> Result<(), ParentError> {
     }
 }
 
+/// Keeps descriptors that this process was started with, beyond the three standard ones, from every process it will start. A descriptor is
+/// authority, whoever left it open.
+pub fn keep_inherited_descriptors() -> io::Result<()> {
+    // SAFETY: marks descriptors close-on-exec, and closes none.
+    match unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Forbids core dumps of this process, and attaching to it without privileges: its memory is also a guest's.
 pub fn forbid_core_dumps() -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;

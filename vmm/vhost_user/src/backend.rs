@@ -49,6 +49,8 @@ pub(crate) struct Backend {
     acked: AtomicU64,
     queues: Vec<Mutex<QueueState>>,
     exits: Mutex<Vec<RawFd>>,
+    /// The way back to the front-end. Nothing is sent on it, but QEMU complains if it is closed.
+    way_back: Mutex<Option<vhost::vhost_user::Backend>>,
 }
 
 impl Backend {
@@ -64,6 +66,7 @@ impl Backend {
             acked: AtomicU64::new(0),
             queues,
             exits: Mutex::new(Vec::new()),
+            way_back: Mutex::default(),
         }
     }
 
@@ -189,6 +192,10 @@ impl VhostUserBackend for Backend {
         for index in 0..self.device.num_queues() {
             self.stop(index);
         }
+    }
+
+    fn set_backend_req_fd(&self, way_back: vhost::vhost_user::Backend) {
+        *lock(&self.way_back) = Some(way_back);
     }
 
     fn set_event_idx(&self, _enabled: bool) {

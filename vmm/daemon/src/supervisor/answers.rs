@@ -154,3 +154,52 @@ fn party(tenant: &TenantConfig, raw: u32) -> Option<Party> {
     let slice = tenant.slices.get(usize::from(id)).filter(|_| host == 0);
     Some(Party { endpoint: raw, name: slice.map(|slice| slice.name.clone()) })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn tenant() -> TenantConfig {
+        let config = Config::parse(Path::new("demo.toml"), include_str!("../../../../configs/demo.toml")).unwrap();
+        config.tenants.into_iter().next().unwrap()
+    }
+
+    #[test]
+    fn a_fault_is_told_in_names() {
+        let entry = FaultEntry {
+            accessor: 0,
+            owner: 1,
+            access: ACCESS_WRITE,
+            reason: FaultReason::Peer as u8,
+            status: Status::Denied.to_raw(),
+            ..FaultEntry::default()
+        };
+        let told = fault(&tenant(), &entry);
+        assert_eq!(told.accessor, Some(Party { endpoint: 0, name: Some("gpu0".into()) }));
+        assert_eq!(told.owner, Some(Party { endpoint: 1, name: Some("fpga0".into()) }));
+        assert_eq!((told.access.as_str(), told.reason.as_str(), told.status.as_str()), ("write", "PEER", "DENIED"));
+    }
+
+    #[test]
+    fn numbers_that_mean_nothing_are_shown_as_they_are() {
+        let entry = FaultEntry {
+            accessor: OWNER_HIDDEN,
+            owner: 0x0001_0000,
+            access: 0xfc,
+            reason: 0xee,
+            status: 0xdead_beef,
+            ..FaultEntry::default()
+        };
+        let told = fault(&tenant(), &entry);
+        assert_eq!(told.accessor, None);
+        assert_eq!(
+            told.owner,
+            Some(Party { endpoint: 0x0001_0000, name: None }),
+            "another host's endpoint 0 is not ours"
+        );
+        assert_eq!((told.access.as_str(), told.reason.as_str()), ("none", "reason 238"));
+        assert_eq!(told.status, "status 3735928559");
+    }
+}

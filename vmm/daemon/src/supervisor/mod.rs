@@ -68,6 +68,9 @@ pub(crate) struct Supervisor {
 
 /// Runs a daemon until it is told to end. Leaves no process, socket or file behind.
 pub(crate) fn run(config: Config) -> anyhow::Result<()> {
+    if let Err(error) = vmm_sandbox::process::keep_inherited_descriptors() {
+        tracing::warn!(%error, "Workers may inherit descriptors that this daemon was started with");
+    }
     let signals = Signals::block().context("Cannot take signals")?;
     let sandbox = Sandbox::new(config.daemon.seccomp)?;
     raise_descriptor_limit();

@@ -296,3 +296,87 @@ fn pidfd(child: &Child) -> anyhow::Result<OwnedFd> {
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("The worker has no process number")?;
     pidfd_open(pid, PidfdFlags::empty()).context("Cannot watch a worker process")
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::IoSlice;
+    use std::path::Path;
+
+    use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+
+    use super::*;
+
+    /// A tenant whose worker is a process that only sleeps, and the worker's end of the channel.
+    fn with_worker(dir: &Path) -> (Tenant, Channel) {
+        let text = include_str!("../../../../configs/demo.toml");
+        let mut config = Config::parse(Path::new("demo.toml"), text).unwrap().tenants.swap_remove(0);
+        config.socket = dir.join("t.sock");
+        let mut tenant = Tenant::new(config).unwrap();
+        let (ours, theirs) = Channel::pair().unwrap();
+        ours.set_nonblocking().unwrap();
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let pidfd = pidfd(&child).unwrap();
+        tenant.stage =
+            Stage::Running(Worker { child, started: Instant::now(), messages: 0, pidfd, channel: Some(ours) });
+        (tenant, theirs)
+    }
+
+    /// Waits for the worker's end, and says which signal it was.
+    fn ended_by(tenant: &mut Tenant) -> Option<i32> {
+        loop {
+            if let Some((_, status)) = tenant.reap() {
+                return status.signal();
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    const KILLED: Option<i32> = Some(9);
+
+    #[test]
+    fn a_worker_that_makes_no_sense_is_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut tenant, theirs) = with_worker(dir.path());
+        assert_eq!(tenant.hear(), Heard::Nothing);
+        let garbage = [IoSlice::new(b"{\"reboot\":{}}")];
+        sendmsg(&theirs, &garbage, &mut SendAncillaryBuffer::default(), SendFlags::empty()).unwrap();
+        assert_eq!(tenant.hear(), Heard::Closed);
+        assert_eq!(ended_by(&mut tenant), KILLED);
+        assert_eq!((tenant.failures, tenant.state()), (1, TenantState::Starting));
+    }
+
+    #[test]
+    fn a_worker_that_talks_without_end_is_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut tenant, theirs) = with_worker(dir.path());
+        for _ in 0..=MAX_MESSAGES {
+            theirs.send(&ToSupervisor::Failed { reason: "\u{1b}[2J\n".repeat(1000) }, &[]).unwrap();
+        }
+        let heard: Vec<_> = (0..=MAX_MESSAGES).map(|_| tenant.hear()).collect();
+        assert_eq!(heard.iter().filter(|heard| **heard == Heard::Message).count(), 8);
+        assert_eq!(heard.last(), Some(&Heard::Closed));
+        assert_eq!(ended_by(&mut tenant), KILLED);
+    }
+
+    #[test]
+    fn a_worker_that_hangs_up_is_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut tenant, theirs) = with_worker(dir.path());
+        drop(theirs);
+        assert_eq!(tenant.hear(), Heard::Closed);
+        assert_eq!(ended_by(&mut tenant), KILLED);
+    }
+
+    #[test]
+    fn a_stopped_tenant_accepts_nobody_and_gets_no_further_worker() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut tenant, theirs) = with_worker(dir.path());
+        tenant.stop();
+        assert!(!dir.path().join("t.sock").exists());
+        assert_eq!(theirs.receive::<ToWorker>().unwrap().unwrap().0, ToWorker::Shutdown {});
+        tenant.kill();
+        assert_eq!(ended_by(&mut tenant), KILLED);
+        assert!(matches!(tenant.stage, Stage::Over));
+        assert_eq!(tenant.state(), TenantState::Stopped);
+    }
+}
