@@ -52,6 +52,8 @@ fn each_way_of_being_wrong_fails_its_row() {
         (Sabotage::FreeOfForeign, "foreign-handle"),
         (Sabotage::StaleIsUnknown, "freed-handle"),
         (Sabotage::SharedAddresses, "foreign-address"),
+        (Sabotage::AnyEndpoint, "unknown-endpoint"),
+        (Sabotage::NoQuota, "mapping-quota"),
         (Sabotage::ErrorsForgotten, "stream-error"),
         (Sabotage::CompletionTwice, "credits"),
         (Sabotage::BusyUnlimited, "credits"),

@@ -7,7 +7,7 @@
 use anyhow::{Result, bail};
 use peergate_guest::{Access, Buffer, FaultReason, Status, download, upload};
 
-use super::witness::{Refusal, refused, refused_free};
+use super::witness::{Refusal, refused, refused_free, status_of};
 use super::{Bench, Case, Row};
 use crate::pattern::{Compare, Pattern};
 
@@ -20,6 +20,7 @@ pub(super) const CASES: &[(&str, Case)] = &[
     ("foreign-handle", foreign_handle),
     ("unknown-handle", unknown_handle),
     ("same-address", same_address),
+    ("mapping-quota", mapping_quota),
 ];
 
 /// An address that another process mapped faults here.
@@ -84,4 +85,23 @@ fn same_address(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     }
     let got = if wrong.is_empty() { "each its own bytes".to_owned() } else { format!("wrong: {}", wrong.join(", ")) };
     Ok(vec![Row::new(name, "each its own bytes", got)])
+}
+
+/// One process cannot make the device remember more than the tenant's limit, and what it gives back can be had again.
+fn mapping_quota(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let session = bench.session()?;
+    let limit = session.limits().max_mappings as usize;
+    let mut held = Vec::new();
+    let refusal = loop {
+        match session.alloc(bench.gpu.number, PAGE, Access::READ) {
+            Ok(buffer) if held.len() < limit => held.push(buffer),
+            other => break status_of(other)?,
+        }
+    };
+    if let Some(buffer) = held.pop() {
+        buffer.free()?;
+    }
+    let again = status_of(session.alloc(bench.gpu.number, PAGE, Access::READ))?;
+    let words = |refusal: &str, again: &str| format!("{refusal} at the limit of {limit}, {again} after a FREE");
+    Ok(vec![Row::new(name, words(Status::Quota.name(), "OK"), words(refusal, again))])
 }

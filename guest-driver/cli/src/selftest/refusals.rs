@@ -18,6 +18,7 @@ pub(super) const CASES: &[(&str, Case)] = &[
     ("read-of-write-only", read_of_write_only),
     ("write-to-read-only-buffer", write_to_read_only_buffer),
     ("past-the-end", past_the_end),
+    ("unknown-endpoint", unknown_endpoint),
     ("peer-right-missing", peer_right_missing),
     ("peer-right-one-way", peer_right_one_way),
     ("peer-read-only", peer_read_only),
@@ -129,6 +130,21 @@ fn past_the_end(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     }
     let got = if written.is_empty() { "nothing".to_owned() } else { written.join(", ") };
     Ok(vec![refused, Row::new(&format!("{name}/written"), "nothing", got)])
+}
+
+/// Work in the name of an endpoint that the guest does not have.
+fn unknown_endpoint(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    const NOBODY: u32 = 0x7ffe;
+    let scene = Scene::new(bench)?;
+    let expected = Refusal {
+        status: Status::Fault,
+        reason: FaultReason::Domain,
+        address: 0,
+        access: Access::NONE,
+        accessor: NOBODY,
+    };
+    let work = scene.session.stream().by(NOBODY).fill_work(scene.memory.iova(), 1, 8);
+    Ok(vec![refused(name, &scene.session, work, &expected)?])
 }
 
 /// GPU and FPGA memory without any right between them.

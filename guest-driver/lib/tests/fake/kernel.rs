@@ -86,6 +86,9 @@ impl FakeChannel {
         let chosen = || owner(state, work.source).filter(|_| reads).or_else(|| owner(state, work.destination));
         let accessor = if work.initiator == uapi::INITIATOR_ANY { chosen().unwrap_or(GPU) } else { work.initiator };
         let blamed = |refused| (accessor, refused);
+        if ![GPU, FPGA].contains(&accessor) && self.shared.sabotage != Sabotage::AnyEndpoint {
+            return Err(blamed(Refused { status: Status::Fault, reason: FaultReason::Domain, address: 0, access: 0 }));
+        }
         let source = if reads {
             Some(self.translate(state, accessor, work.source, work.length, uapi::READ).map_err(blamed)?)
         } else {

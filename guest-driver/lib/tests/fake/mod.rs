@@ -19,6 +19,7 @@ pub const FPGA: u32 = 2;
 pub const PAGE: u64 = 4096;
 pub const CREDITS: usize = 64;
 const MEMORY: u64 = 256 << 20;
+const MAPPINGS: u32 = 1024;
 
 /// The one thing that the device does wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +44,8 @@ pub enum Sabotage {
     ZeroLengthFine,
     RegistersAnySize,
     AlreadyFine,
+    AnyEndpoint,
+    NoQuota,
 }
 
 type Bytes = Arc<Mutex<Vec<u8>>>;
@@ -216,7 +219,7 @@ impl Channel for FakeChannel {
             max_timeout_ms: 1000,
             submit_queues: 1,
             max_domains: 16,
-            max_mappings: 1024,
+            max_mappings: MAPPINGS,
             ..Info::default()
         })
     }
@@ -271,6 +274,10 @@ impl Channel for FakeChannel {
         let len = if registers { PAGE } else { request.length.next_multiple_of(PAGE) };
         if ![GPU, FPGA].contains(&request.endpoint) {
             return refused("ALLOC", Status::NoEnt);
+        }
+        let count: usize = state.domains.values().map(|domain| domain.mappings.len()).sum();
+        if count >= MAPPINGS as usize && self.shared.sabotage != Sabotage::NoQuota {
+            return refused("ALLOC", Status::Quota);
         }
         let used = state.used.entry(request.endpoint).or_default();
         if !registers {
