@@ -5,6 +5,7 @@
     clippy::unwrap_used,
     clippy::arithmetic_side_effects,
     clippy::cast_possible_truncation,
+    unused_imports,
     reason = "each test uses some of it"
 )]
 
@@ -154,10 +155,29 @@ impl Bed {
         Self::build(spec, |memory| Arc::new(HostEngine::new(memory)), 1 << 20)
     }
 
+    /// A device over a scripted engine over this one, which executes at once.
     pub fn build(
         spec: DeviceSpec,
         engine: impl FnOnce(Arc<dyn Memory>) -> Arc<dyn DmaEngine>,
         max_transfer: u64,
+    ) -> Self {
+        Self::assemble(spec, |memory| {
+            let script = ScriptEngine::new(engine(memory), max_transfer);
+            (script.clone(), script)
+        })
+    }
+
+    /// A device over this very engine. The scripted one is there and does nothing.
+    pub fn over(spec: DeviceSpec, engine: impl FnOnce(Arc<dyn Memory>) -> Arc<dyn DmaEngine>) -> Self {
+        Self::assemble(spec, |memory| {
+            let idle = ScriptEngine::new(Arc::new(HostEngine::new(memory.clone())), 1 << 20);
+            (engine(memory), idle)
+        })
+    }
+
+    fn assemble(
+        spec: DeviceSpec,
+        engines: impl FnOnce(Arc<dyn Memory>) -> (Arc<dyn DmaEngine>, Arc<ScriptEngine>),
     ) -> Self {
         let ram = file(RAM_LEN);
         let at = FileOffset::new(ram.try_clone().unwrap(), 0);
@@ -169,9 +189,9 @@ impl Bed {
         for endpoint in &spec.endpoints {
             memory.add_aperture(endpoint.id, &file(VRAM), VRAM).unwrap();
         }
-        let engine = ScriptEngine::new(engine(memory.clone()), max_transfer);
+        let (inner, engine) = engines(memory.clone());
         let seen = Arc::new(Seen::default());
-        let device = Device::new(spec, engine.clone(), memory.clone(), seen.clone()).unwrap();
+        let device = Device::new(spec, inner, memory.clone(), seen.clone()).unwrap();
         let queues = u64::from(device.num_queues());
         let rings: Vec<_> = (0..queues).map(|queue| DriverRing::new(&mem, 0x10_0000 + 0x4000 * queue, 64)).collect();
         for (index, ring) in (0..).zip(&rings) {
