@@ -21,6 +21,7 @@ enum Command {
     Kit(cmd::kit::KitArgs),
     /// Check formatting, clippy and the documentation; warnings are failures
     Lint,
+    Mutate(cmd::mutate::MutateArgs),
     Test(cmd::test::TestArgs),
 }
 
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => cmd::demo::run(args),
         Command::Kit(args) => cmd::kit::run(&args),
         Command::Lint => cmd::lint::run(),
+        Command::Mutate(args) => cmd::mutate::run(&args),
         Command::Test(args) => cmd::test::run(args),
     };
     match result {

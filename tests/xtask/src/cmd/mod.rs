@@ -3,6 +3,7 @@
 pub(crate) mod demo;
 pub(crate) mod kit;
 pub(crate) mod lint;
+pub(crate) mod mutate;
 pub(crate) mod test;
 
 use std::time::Instant;

@@ -23,6 +23,9 @@ use daemon::Daemon;
 use programs::Programs;
 pub use rows::{Row, Rows};
 
+/// Packages that the scenario needs without a guest.
+pub const WITHOUT_VM: &[&str] = &["vmm_daemon", "e2e"];
+
 /// The tenant of `configs/demo.toml`.
 pub const TENANT: &str = "demo";
 
@@ -64,8 +67,15 @@ pub fn guest_tests<'r>(kit: &Kit, report: &'r mut dyn FnMut(&Row)) -> Result<Row
 /// # Errors
 /// When the scenario could not run to its end.
 pub fn without_vm<'r>(file: Option<&Path>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
-    let programs = Programs::build(&["vmm_daemon", "e2e"])?;
-    let daemon = Daemon::start_with(&programs, &shipped("demo.toml")?)?;
+    scenario(&Programs::build(WITHOUT_VM)?, file, report)
+}
+
+/// As [`without_vm`], with programs that are already built.
+///
+/// # Errors
+/// As there.
+pub fn scenario<'r>(programs: &Programs, file: Option<&Path>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
+    let daemon = Daemon::start_with(programs, &shipped("demo.toml")?)?;
     let mut rows = Rows::new(report);
     programs.scenario(&daemon, file, &mut rows)?;
     finish(daemon, rows)

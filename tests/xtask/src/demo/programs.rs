@@ -5,6 +5,9 @@
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
@@ -12,6 +15,9 @@ use super::Rows;
 use super::daemon::Daemon;
 use crate::kit::Kit;
 use crate::work::{cargo, checkout, must};
+
+/// How long the scenario may take without a guest.
+const PATIENCE: Duration = Duration::from_secs(180);
 
 /// Where the programs are.
 #[derive(Debug, Clone)]
@@ -26,12 +32,21 @@ impl Programs {
     /// When one does not build.
     pub fn build(packages: &[&str]) -> Result<Self> {
         eprintln!("building {}", packages.join(", "));
+        Self::build_at(&checkout(), &target_dir(), packages)
+    }
+
+    /// As [`Programs::build`], quietly, of another tree and into another target directory.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn build_at(tree: &Path, target: &Path, packages: &[&str]) -> Result<Self> {
         let mut command = cargo(&["build", "--quiet", "--profile", "fast"]);
+        command.current_dir(tree).env("CARGO_TARGET_DIR", target);
         for package in packages {
             command.args(["--package", package]);
         }
         must(command).context("The programs do not build")?;
-        Ok(Self { dir: target_dir().join("fast") })
+        Ok(Self { dir: target.join("fast") })
     }
 
     /// A command that runs a built program.
@@ -71,8 +86,14 @@ impl Programs {
         let mut child =
             command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("Cannot start the front-end")?;
         let output = child.stdout.take().context("The front-end has no output")?;
-        let lines: Vec<String> =
-            BufReader::new(output).lines().collect::<std::io::Result<_>>().context("Cannot read the front-end")?;
+        let (sender, receiver) = channel();
+        thread::spawn(move || sender.send(BufReader::new(output).lines().collect::<std::io::Result<Vec<_>>>()));
+        let Ok(lines) = receiver.recv_timeout(PATIENCE) else {
+            child.kill().context("Cannot end the front-end")?;
+            child.wait().context("Cannot wait for the front-end")?;
+            bail!("The scenario did not end in {} s", PATIENCE.as_secs());
+        };
+        let lines = lines.context("Cannot read the front-end")?;
         let status = child.wait().context("Cannot wait for the front-end")?;
         rows.add_selftest(lines.iter().map(String::as_str))?;
         if !status.success() && rows.failed() == 0 {
