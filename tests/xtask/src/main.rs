@@ -17,7 +17,9 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Bench(cmd::bench::BenchArgs),
     Demo(cmd::demo::DemoArgs),
+    Fuzz(cmd::fuzz::FuzzArgs),
     Kit(cmd::kit::KitArgs),
     /// Check formatting, clippy and the documentation; warnings are failures
     Lint,
@@ -27,6 +29,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Bench(args) => cmd::bench::run(args),
+        Command::Fuzz(args) => cmd::fuzz::run(&args),
         Command::Demo(args) => cmd::demo::run(args),
         Command::Kit(args) => cmd::kit::run(&args),
         Command::Lint => cmd::lint::run(),

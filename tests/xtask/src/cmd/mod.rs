@@ -1,6 +1,8 @@
 //! One module a command of `cargo xtask`, and the step runner they share.
 
+pub(crate) mod bench;
 pub(crate) mod demo;
+pub(crate) mod fuzz;
 pub(crate) mod kit;
 pub(crate) mod lint;
 pub(crate) mod mutate;

@@ -1,0 +1,22 @@
+//! `cargo xtask bench`: how fast, as figures and as ratios to the same machine's memcpy in the same run. Never a test.
+
+use std::ffi::OsString;
+
+use anyhow::Result;
+use clap::Args;
+
+use super::{cargo, must};
+
+/// Measure the device through its socket beside memcpy, and the virtual IOMMU by itself
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// Passed on; see `cargo xtask bench -- --help`
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
+    args: Vec<OsString>,
+}
+
+pub(crate) fn run(args: BenchArgs) -> Result<()> {
+    let mut command = cargo(&["run", "--quiet", "--release", "--package", "bench", "--"]);
+    command.args(args.args);
+    must(command)
+}
