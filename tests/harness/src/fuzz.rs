@@ -6,9 +6,10 @@
 //! - [`ring`]: any writes to rings and memory between kicks, polls, stops and starts.
 //!
 //! Promises that are checked everywhere: no panic, no endless turn, used entries only for chains that were taken. [`requests`] also checks
-//! that every chain is answered, and well.
+//! that every chain is answered, and well, and that nothing is left after a HELLO.
 
 use anyhow::{Context, Result};
+use vdev_device::Gauge;
 use vdev_wire::{
     Attach, CONTROL_QUEUE, Cancel, ControlReply, EVENT_QUEUE, Event, EventKind, FIRST_SUBMIT_QUEUE, Flush, Free, Hello,
     Map, MapSegment, Opcode, Peer, Status, StreamReset, SubmitHeader, Unmap, VERSION, WorkDescriptor,
@@ -65,9 +66,11 @@ impl<'a> Bytes<'a> {
         self.pick(&[0, 0, 1, 2, 3, 4, u32::MAX])
     }
 
+    /// A page near the start of the space, or a register in such a page, or somewhere odd.
     fn iova(&mut self) -> u64 {
-        let near = u64::from(self.byte()) * 4096 + 4096;
-        self.pick(&[near, near, near, near | 8, 0, !0xfff, u64::MAX, 1 << 47])
+        let near = u64::from(self.byte() % 64) * 4096 + 4096;
+        let offset = self.pick(&[0, 0, 0, 0x8, 0x10, 0x18, 0x20, 0x50, 0x58, 0x60]);
+        if self.byte().is_multiple_of(16) { self.pick(&[0, !0xfff, u64::MAX, 1 << 47]) } else { near + offset }
     }
 
     fn gpa(&mut self) -> u64 {
@@ -102,9 +105,10 @@ fn run_requests(bytes: &mut Bytes<'_>) -> Result<()> {
         guest.queues[EVENTS].add(&[Buffer::writable(event_pages.gpa() + slot * 64, 64)])?;
     }
     guest.queues[EVENTS].publish()?;
+    let hello = Hello { version: VERSION.into(), reserved0: 0.into(), reserved: 0.into(), features: 0.into() };
+    let hello = request(Opcode::Hello, 0, 0, &hello);
     if !bytes.byte().is_multiple_of(8) {
-        let hello = Hello { version: VERSION.into(), reserved0: 0.into(), reserved: 0.into(), features: 0.into() };
-        converse(&mut guest, scratch.gpa(), CONTROL, &request(Opcode::Hello, 0, 0, &hello), 64)?;
+        converse(&mut guest, scratch.gpa(), CONTROL, &hello, 64)?;
     }
     for _ in 0..STEPS {
         if bytes.0.is_empty() {
@@ -118,6 +122,11 @@ fn run_requests(bytes: &mut Bytes<'_>) -> Result<()> {
         };
         converse(&mut guest, scratch.gpa(), queue, &readable, room)?;
         take_events(&mut guest, event_pages.gpa())?;
+    }
+    // Whatever the driver did, HELLO ends it all.
+    converse(&mut guest, scratch.gpa(), CONTROL, &hello, 64)?;
+    for gauge in Gauge::ALL {
+        assert_eq!(guest.recorder.gauged(*gauge), 0, "{} after HELLO", gauge.name());
     }
     guest.device.shutdown();
     Ok(())
@@ -259,11 +268,17 @@ fn submission(bytes: &mut Bytes<'_>) -> (usize, Vec<u8>, usize) {
             length: if opcode == 8 { 0 } else { bytes.len() }.into(),
             timeout_ms: bytes.pick(&[0, 0, 1, u32::MAX]).into(),
             reserved1: 0.into(),
-            operand: if opcode == 1 { 0 } else { bytes.pick(&[1, 2, 3, 0x0123_4567_89ab_cdef]) }.into(),
+            operand: if opcode == 1 { 0 } else { operand(bytes) }.into(),
         };
         readable.extend_from_slice(work.as_bytes());
     }
     (SUBMIT, readable, usize::from(count) * bytes.pick(&[32, 32, 32, 31, 0]))
+}
+
+/// A scope, a pattern, or what a register wants: a number, an address, a length.
+fn operand(bytes: &mut Bytes<'_>) -> u64 {
+    let address = bytes.iova();
+    bytes.pick(&[1, 2, 3, 0, address, address, 64, 4096, 0x0123_4567_89ab_cdef])
 }
 
 /// One descriptor table, and heads into it.
