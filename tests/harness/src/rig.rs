@@ -4,7 +4,7 @@
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -16,7 +16,7 @@ use iommu_addr::EndpointId;
 use rustix::fs::SealFlags;
 use tempfile::TempDir;
 use vdev_device::{Counter, Device, DeviceSpec, FaultRecord, Gauge, Limits, Observer, Reach};
-use vmm_vhost_user::{Options, ServeError, UnsealedPolicy};
+use vmm_vhost_user::{Options, ServeError, ThreadClass, UnsealedPolicy};
 
 use crate::ram::memory_file;
 
@@ -70,12 +70,23 @@ pub struct Recorder {
     faults: Mutex<Vec<FaultRecord>>,
     counts: [AtomicU64; Counter::ALL.len()],
     gauges: [AtomicU64; Gauge::ALL.len()],
+    panics: AtomicBool,
 }
 
 impl Recorder {
     /// Refusals so far, oldest first; the first 65536 of them.
     pub fn faults(&self) -> Vec<FaultRecord> {
         self.faults.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Panics at the next refusal, on the device's thread, as a bug of the device would.
+    pub fn panic_at_fault(&self) {
+        self.panics.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether [`Recorder::panic_at_fault`] has had its way.
+    pub fn has_panicked(&self) -> bool {
+        !self.panics.load(Ordering::Relaxed)
     }
 
     /// A counter.
@@ -91,6 +102,7 @@ impl Recorder {
 
 impl Observer for Recorder {
     fn fault(&self, record: &FaultRecord) {
+        assert!(!self.panics.swap(false, Ordering::Relaxed), "a panic on request");
         let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
         if faults.len() < FAULTS {
             faults.push(*record);
@@ -136,11 +148,16 @@ pub struct Rig {
 impl Rig {
     /// Starts serving one connection.
     pub fn start(options: &RigOptions) -> Result<Self> {
+        Self::start_with(options, Options::default().thread_hook)
+    }
+
+    /// The same with a hook for the threads of the session.
+    pub fn start_with(options: &RigOptions, thread_hook: Arc<dyn Fn(ThreadClass) + Send + Sync>) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("peergate-rig-").tempdir()?;
         let listener = UnixListener::bind(dir.path().join("sock"))?;
         let recorder = Arc::new(Recorder::default());
         let (device, memory) = host_device(options, Arc::clone(&recorder) as Arc<dyn Observer>)?;
-        let serve = Options { unsealed_memory: options.unsealed_memory, ..Options::default() };
+        let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook };
         let session = std::thread::Builder::new()
             .name("rig".into())
             .spawn(move || vmm_vhost_user::serve(listener.into(), device, memory, &serve, || {}))?;
