@@ -3,6 +3,7 @@
 //! Not here: the table of buffers, which memory is free.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use iommu_addr::{Access, Addr, ApertureOffset, EndpointId, Iova, Location, REGISTERS, Range, Segment};
 use iommu_core::Origin;
@@ -109,7 +110,7 @@ impl Device {
             return;
         }
         let limits = &self.spec.limits;
-        let now = std::time::Instant::now();
+        let now = Instant::now();
         let deadline = now.checked_add(limits.max_timeout).unwrap_or(now);
         let op = Op { task: Task::Scrub { buffer, then }, deadline, issued: None, aborted: None };
         self.enqueue(domain, StreamKey::scrubs(buffer.endpoint), op);
@@ -119,7 +120,9 @@ impl Device {
     pub(crate) fn scrubbed(&self, buffer: &Buffer, error: Option<RequestError>) {
         // Once the connection is over, whoever owns the memory scrubs it.
         let error = error.filter(|_| !self.is_down());
-        if let Some(error) = &error {
+        if let Some(error) = &error
+            && self.limiter.allow(Instant::now())
+        {
             let endpoint = buffer.endpoint.id;
             tracing::error!(%error, endpoint, len = buffer.len, "Freed memory could not be zeroed and is out of use");
         }

@@ -8,8 +8,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use hw_engine::EngineError;
 use smallvec::SmallVec;
-use vdev_wire::{COMPLETION_SIZE, Completion, ControlReply, Status};
+use vdev_wire::{COMPLETION_SIZE, Completion, ControlReply, FaultReason, Status};
 use virtio_queue::Queue;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::{FromZeros, IntoBytes, transmute};
@@ -179,9 +180,13 @@ pub(crate) fn refusal(cookie: u64, error: &RequestError) -> Completion {
     let mut record = Completion::new_zeroed();
     record.cookie = cookie.into();
     record.status = error.status().to_raw().into();
-    if let RequestError::Access { address, reason } = error {
-        record.fault_address = address.0.into();
-        record.fault_reason = *reason as u8;
+    match error {
+        RequestError::Access { address, reason } => {
+            record.fault_address = address.0.into();
+            record.fault_reason = *reason as u8;
+        }
+        RequestError::Engine(EngineError::RegisterAccess) => record.fault_reason = FaultReason::Access as u8,
+        _ => {}
     }
     record
 }

@@ -6,6 +6,7 @@
 //! Not here: what happens to work that has ended or is due.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -15,6 +16,9 @@ use hw_engine::{Finished, JobId};
 use crate::domain::Domain;
 use crate::op::{Op, StreamKey};
 use crate::sync::lock;
+
+/// Names that a thread takes at a time.
+const STOCK: u64 = 256;
 
 /// One transfer in an engine's hands, and whose it is.
 pub(crate) struct Flight {
@@ -43,9 +47,14 @@ impl Flights {
         Self { table: Mutex::default(), jobs: AtomicU64::new(1), epoch: now, due }
     }
 
-    /// A name that no transfer had.
-    pub(crate) fn next_job(&self) -> JobId {
-        JobId(self.jobs.fetch_add(1, Ordering::Relaxed))
+    /// A name that no transfer had. `names` is the caller's own stock, so that threads seldom meet here.
+    pub(crate) fn next_job(&self, names: &mut Range<u64>) -> JobId {
+        if let Some(name) = names.next() {
+            return JobId(name);
+        }
+        let first = self.jobs.fetch_add(STOCK, Ordering::Relaxed);
+        *names = first.saturating_add(1)..first.saturating_add(STOCK);
+        JobId(first)
     }
 
     /// A transfer has been submitted. Gives it back with its report if that was early.

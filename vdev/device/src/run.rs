@@ -135,7 +135,7 @@ impl Device {
 
     fn push(&self, turn: &mut Turn, issued: &mut Issued) -> Pushed {
         loop {
-            issued.transfer.job = self.flights.next_job();
+            issued.transfer.job = self.flights.next_job(&mut turn.jobs);
             let finished = match self.engine.submit(&issued.transfer) {
                 Ok(Submit::Executed(finished)) => finished,
                 Ok(Submit::Submitted) => return Pushed::Submitted,

@@ -2,6 +2,7 @@
 //!
 //! Not here: what is done in a turn.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,6 +35,8 @@ pub(crate) struct Turn {
     pub(crate) wake: bool,
     /// Something is no longer as the gauges say.
     pub(crate) changed: bool,
+    /// Names for transfers.
+    pub(crate) jobs: Range<u64>,
     /// Bytes that may still be moved in this turn.
     budget: u64,
     cached: Option<Arc<Domain>>,
@@ -50,6 +53,7 @@ impl Turn {
             raised: false,
             wake: false,
             changed: false,
+            jobs: 0..0,
             budget: BYTES,
             cached: None,
         }
