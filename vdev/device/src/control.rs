@@ -65,7 +65,7 @@ impl Device {
             let _ = queue.disable_notification(mem);
             let mut visit = Visit::new(queue, mem);
             let Some(popped) = port.pop(queue, &mut visit) else {
-                *more = port.taking() && queue.enable_notification(mem).unwrap_or(false);
+                *more = port.rest(queue, mem);
                 return false;
             };
             *more = true;

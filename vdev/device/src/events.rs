@@ -137,7 +137,7 @@ impl Events {
                     break;
                 }
                 let Some(popped) = port.pop(queue, &mut visit) else {
-                    if port.taking() && queue.enable_notification(mem).unwrap_or(false) {
+                    if port.rest(queue, mem) {
                         continue;
                     }
                     break;

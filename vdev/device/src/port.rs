@@ -85,6 +85,11 @@ impl Port {
         None
     }
 
+    /// The queue found nothing: asks the driver to notify. True if there is something all the same. Within [`Port::access`].
+    pub(crate) fn rest(&self, queue: &mut Queue, mem: &GuestMemoryMmap) -> bool {
+        self.taking() && queue.ready() && queue.enable_notification(mem).unwrap_or(false)
+    }
+
     /// Gives a chain back, `len` bytes written. Within [`Port::access`].
     pub(crate) fn give_back(&self, queue: &mut Queue, mem: &GuestMemoryMmap, head: u16, len: usize) {
         // The head is one of the ring's, and memory that the front-end took away has no reader left.

@@ -207,7 +207,8 @@ impl<'m> Visit<'m> {
         if self.index.is_none_or(|index| index == next) {
             self.index = self.avail.load(2, Ordering::Acquire);
         }
-        let Some(index) = self.index.filter(|_| queue.ready() && self.size > 0) else { return Pop::Broken };
+        // Memory that is not there may come back: the front-end is changing its table.
+        let Some(index) = self.index.filter(|_| queue.ready()) else { return Pop::Empty };
         match index.wrapping_sub(next) {
             0 => return Pop::Empty,
             ahead if ahead > self.size => return Pop::Broken,

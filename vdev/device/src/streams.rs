@@ -80,6 +80,11 @@ impl Streams {
         }
     }
 
+    /// Whether somebody owns a stream's turn.
+    pub(crate) fn is_busy(&self, key: StreamKey) -> bool {
+        self.map.get(&key).is_some_and(|stream| stream.busy)
+    }
+
     /// Whether a stream is in error.
     pub(crate) fn is_failed(&self, key: StreamKey) -> bool {
         self.map.get(&key).is_some_and(|stream| stream.failed)

@@ -30,7 +30,7 @@ use crate::turn::Turn;
 use crate::work::{Batch, Tag, Work, parse_batch, parse_work};
 
 /// Chains of one turn.
-const CHAINS: usize = 32;
+const CHAINS: u64 = 32;
 /// Work descriptors of one turn beyond which no further chain is taken.
 const WORKS: usize = 256;
 /// Bytes moved after which records are written before more work is run.
@@ -120,7 +120,7 @@ impl Device {
             let mut used = false;
             let _ = queue.disable_notification(mem);
             let mut visit = Visit::new(queue, mem);
-            while state.chains.len() < CHAINS && state.works.len() < WORKS {
+            while taken < CHAINS && state.works.len() < WORKS {
                 let Some(popped) = port.pop(queue, &mut visit) else { break };
                 taken = taken.saturating_add(1);
                 let is_read = popped.defect.is_none() && popped.readable.len() <= self.max_submission;
@@ -134,8 +134,7 @@ impl Device {
                 }
             }
             // Idle only if nothing was taken: while chains come, nobody needs to be woken for them.
-            let idle = taken == 0 && port.taking();
-            more = taken > 0 || (idle && queue.enable_notification(mem).unwrap_or(false));
+            more = taken > 0 || port.rest(queue, mem);
             used
         });
         state.turn.tally.add(Counter::Chains, taken);
@@ -207,7 +206,7 @@ impl Device {
                 Claim::Yours => self.run_claimed(turn, domain, key, &mut left, run, credit),
                 Claim::Busy => {
                     drop(credit);
-                    return self.queue_all(turn, domain, key, left, run);
+                    self.queue_all(turn, domain, key, &mut left, run);
                 }
                 Claim::Failed => return self.refuse_all(turn, left, run, RequestError::Cancelled),
                 Claim::TooMany => {
@@ -248,8 +247,7 @@ impl Device {
             if turn.is_spent() && left.start < left.end {
                 // Behind what others have queued meanwhile; the stream's turn is still ours, so nothing overtakes.
                 drop(credit);
-                self.queue_all(turn, domain, key, left.clone(), run);
-                left.start = left.end;
+                self.queue_all(turn, domain, key, left, run);
                 break;
             }
         }
@@ -259,27 +257,35 @@ impl Device {
         }
     }
 
-    /// Queues work behind what its stream has, as far as credits go.
-    fn queue_all(&self, turn: &mut Turn, domain: &Arc<Domain>, key: StreamKey, left: Range<usize>, run: &mut Run<'_>) {
-        let (mut queued, mut error, mut is_mine) = (left.start, RequestError::Busy, false);
+    /// Queues work behind what its stream has, as far as credits go, and refuses the rest. Does nothing if nobody owns the stream's turn any
+    /// more: it may be claimed then.
+    fn queue_all(
+        &self,
+        turn: &mut Turn,
+        domain: &Arc<Domain>,
+        key: StreamKey,
+        left: &mut Range<usize>,
+        run: &mut Run<'_>,
+    ) {
+        let mut error = RequestError::Busy;
         let mut streams = lock(&domain.streams);
         if domain.is_closing() || streams.is_failed(key) {
             error = RequestError::Cancelled;
+        } else if !streams.is_busy(key) {
+            return;
         } else {
-            while queued < left.end && streams.count(key) < self.stream_credits {
+            while left.start < left.end && streams.count(key) < self.stream_credits {
                 let Some(credit) = self.credits.take() else { break };
-                let op = self.op(turn, queued, run, credit);
+                let op = self.op(turn, left.start, run, credit);
                 turn.wake |= self.flights.watch(op.deadline);
-                is_mine |= streams.push(key, op) == Next::More;
-                queued = queued.saturating_add(1);
+                streams.push(key, op);
+                left.start = left.start.saturating_add(1);
             }
         }
         drop(streams);
         turn.changed = true;
-        if is_mine {
-            self.ready.push(domain, key);
-        }
-        self.refuse_all(turn, queued..left.end, run, error);
+        self.refuse_all(turn, left.clone(), run, error);
+        left.start = left.end;
     }
 
     fn op(&self, turn: &Turn, index: usize, run: &mut Run<'_>, credit: Credit) -> Op {

@@ -260,6 +260,20 @@ fn head_offered_again_and_again_while_it_drains_is_bounded() {
 }
 
 #[test]
+fn turn_is_bounded_whatever_the_chains_are() {
+    let mut bed = Bed::ready();
+    for head in 0..60 {
+        bed.rings[2].set(head, 0, 0, 0, 0);
+        bed.rings[2].offer(head);
+    }
+    assert!(bed.device.drain(2), "there is more to do");
+    let first = bed.rings[2].take_used().len();
+    assert!(first < 60, "{first} chains in one turn");
+    bed.drain();
+    assert_eq!(first + bed.rings[2].take_used().len(), 60);
+}
+
+#[test]
 fn malformed_submission_refuses_every_record_that_has_room() {
     let mut bed = Bed::ready();
     let works = [fill(IOVA + DATA, 8, 1); 2];

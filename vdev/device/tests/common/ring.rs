@@ -155,14 +155,3 @@ impl DriverRing {
         self.ring.signals.load(Ordering::SeqCst)
     }
 }
-
-impl DriverRing {
-    pub fn take_used_count(&mut self) -> u16 {
-        let index: u16 = self.mem.load(GuestAddress(self.used + 2), Ordering::Acquire).unwrap();
-        let n = index.wrapping_sub(self.next_used);
-        self.next_used = index;
-        let used_event = self.avail + 4 + 2 * u64::from(self.size);
-        self.mem.store(self.next_used.to_le(), GuestAddress(used_event), Ordering::SeqCst).unwrap();
-        n
-    }
-}
