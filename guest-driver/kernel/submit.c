@@ -5,7 +5,8 @@
  * SUBMIT copies descriptors of the program into chains whose header the kernel
  * writes: a program cannot name another's domain. A chain comes back when all of
  * its descriptors have ended, and goes to the file's completion ring then, in the
- * interrupt.
+ * interrupt. So a chain holds one stream only: a stream that waits holds back no
+ * completion of another.
  */
 #include <linux/nospec.h>
 #include <linux/poll.h>
@@ -155,8 +156,9 @@ static int pg_work_copy(struct virtio_peergate_work *wire, const struct peergate
  * @count: how many are wanted
  *
  * Context: Process context, may fault, sleeps.
- * Return: the chain, which ends before the first descriptor that cannot be
- * taken, or an error pointer if that is the first.
+ * Return: the chain, which ends before the first descriptor of another stream and
+ * before the first that cannot be taken, or an error pointer if that is the first
+ * of all.
  */
 static struct pg_chain *pg_chain_build(struct pg_file *file,
 				       const struct peergate_work __user *user, unsigned int count)
@@ -171,7 +173,7 @@ static struct pg_chain *pg_chain_build(struct pg_file *file,
 		return ERR_PTR(-ENOMEM);
 	for (i = 0; i < count; i++) {
 		ret = pg_work_copy(&chain->work[i], &user[i]);
-		if (ret)
+		if (ret || chain->work[i].stream != chain->work[0].stream)
 			break;
 	}
 	if (!i) {
@@ -268,8 +270,6 @@ int pg_submit(struct pg_file *file, void *data)
 			break;
 		}
 		taken += built;
-		if (built < count)
-			break;
 	}
 	pg_ring_unreserve(ring, room - taken);
 	arg->count = taken;
