@@ -9,6 +9,7 @@ use peergate_guest::uapi::{self, Alloc, Completion, Peer, Work};
 use peergate_guest::{Channel, Driver, Error, HostMemory, Status};
 
 use crate::Report;
+use crate::cpu::{device_time, own_time};
 
 const GPU_MEMORY: u64 = 160 << 20;
 const SMALL: u64 = 32 << 20;
@@ -42,7 +43,7 @@ pub(crate) fn run(report: &mut Report) -> Result<()> {
     let small = [("copy_64b_batch32", 64, 32), ("copy_64b_one_a_chain", 64, 1)];
     let page = [("copy_4k_batch32", 4096, 32), ("copy_4k_one_a_chain", 4096, 1)];
     for (name, len, batch) in small.into_iter().chain(page) {
-        report.rate(name, "copies/s/core", || bench.copies(len, batch))?;
+        report.rate(name, "copies/s", device_time, || bench.copies(len, batch))?;
     }
     let ram = GuestRam::new(2 * LARGE)?;
     let baseline = ram.alloc(2 * LARGE)?;
@@ -56,10 +57,10 @@ pub(crate) fn run(report: &mut Report) -> Result<()> {
             }
             Ok(LARGE)
         };
-        report.bandwidth(names, || bench.stream(len, turns), memcpy)?;
+        report.bandwidth(names, [device_time, own_time], || bench.stream(len, turns), memcpy)?;
     }
     let mapping: Box<dyn HostMemory> = channel.map(4096, uapi::READ)?;
-    report.rate("map_unmap_control", "pairs/s", || {
+    report.rate("map_unmap_control", "pairs/s", device_time, || {
         let extra = channel.map(4096, uapi::READ | uapi::WRITE)?;
         channel.unmap(extra.iova(), extra.len())?;
         Ok(1)

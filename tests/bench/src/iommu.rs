@@ -8,6 +8,7 @@ use iommu_addr::{Access, Addr, DomainId, EndpointId, Gpa, Iova, Location, Range,
 use iommu_core::{Domain, Iommu, Iotlb, Limits, Origin, Pins};
 
 use crate::Report;
+use crate::cpu::own_time;
 
 const PAGE: u64 = 4096;
 const MAPPINGS: u32 = 1 << 20;
@@ -30,14 +31,14 @@ pub(crate) fn run(report: &mut Report) -> Result<()> {
     }
     let mut iotlb = Iotlb::default();
     let few: Vec<Iova> = (0..u64::from(BATCH)).map(page).collect::<Result<_>>()?;
-    report.rate("translate_hit", "translations/s", || translate(&domain, &mut iotlb, &few, false))?;
+    report.rate("translate_hit", "translations/s", own_time, || translate(&domain, &mut iotlb, &few, false))?;
     let mut random = Random(1);
-    report.rate("translate_miss", "translations/s", || {
+    report.rate("translate_miss", "translations/s", own_time, || {
         let batch: Vec<Iova> = (0..BATCH).map(|_| page(random.next() % u64::from(MAPPINGS))).collect::<Result<_>>()?;
         translate(&domain, &mut iotlb, &batch, true)
     })?;
     let spare = page(u64::from(MAPPINGS))?;
-    report.rate("map_unmap_iommu", "pairs/s", || {
+    report.rate("map_unmap_iommu", "pairs/s", own_time, || {
         for _ in 0..BATCH {
             map(&domain, spare, 0)?;
             ensure!(domain.unmap(range(spare)?)?.is_done(), "Nothing is pinned");

@@ -1,11 +1,14 @@
 //! Measures the device through its socket, and the virtual IOMMU by itself.
 //!
 //! The device is served by a thread of this process, with the CPU as its engine; a guest's driver polls for completions on another thread,
-//! so that one submission queue is one core's work. Every number is the median of several samples; bandwidth is also given as a ratio to
-//! the copies that the same CPU does without a device, measured in the same samples. Numbers are reported, never asserted.
+//! so that one submission queue is one core's work. Beside each rate by the clock stands the rate for a second of CPU time of the threads
+//! that do the work: the same on an idle machine, and still meaningful on a busy one. Every number is the median of several samples.
+//! Bandwidth is also given as a ratio to the copies that the same CPU does without a device, measured in turns with them. Numbers are
+//! reported, never asserted.
 //!
 //! Not here: the daemon, sandbox, simulated links.
 
+mod cpu;
 mod device;
 mod iommu;
 mod report;

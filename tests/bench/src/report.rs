@@ -18,9 +18,17 @@ pub(crate) struct Row {
     pub(crate) min: f64,
     /// Largest sample.
     pub(crate) max: f64,
-    /// Median of the ratios to the CPU's own copies, where that says something.
+    /// Median for a second of CPU time of the threads at work: what one core does, also on a busy machine.
+    pub(crate) per_core: f64,
+    /// Median of the ratios to the CPU's own copies, for the same CPU time, where that says something.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) of_memcpy: Option<f64>,
+}
+
+/// What a sample came to.
+struct Sample {
+    rate: f64,
+    per_core: f64,
 }
 
 /// Collects rows and prints them as they come.
@@ -42,68 +50,76 @@ impl Report {
         names.iter().any(|name| name.contains(&self.only))
     }
 
-    /// Measures how often a second `work` gets something done; it answers how often it did.
+    /// Measures how often a second `work` gets something done; it answers how often it did. `cpu` is the time that the threads which do it
+    /// have had a CPU so far.
     pub(crate) fn rate(
         &mut self,
         name: &'static str,
         unit: &'static str,
+        cpu: fn() -> Result<Duration>,
         mut work: impl FnMut() -> Result<u64>,
     ) -> Result<()> {
         if !self.wants(&[name]) {
             return Ok(());
         }
-        let mut rates = Vec::new();
+        let mut samples = Vec::new();
         // The first round warms caches and tables up.
         for round in 0..=self.samples {
-            let rate = self.sample(&mut work)?;
+            let sample = self.sample(cpu, &mut work)?;
             if round > 0 {
-                rates.push(rate);
+                samples.push(sample);
             }
         }
-        self.row(name, unit, rates, None);
+        self.row(name, unit, &samples, 1.0, None);
         Ok(())
     }
 
-    /// Measures `work` and `baseline` in turns, both in bytes, and reports the bandwidth of both and their ratio.
+    /// Measures a device's copies and the CPU's own in turns, both in bytes, and reports the bandwidth of both. Their ratio is that of what
+    /// each moves in a second of CPU time.
     pub(crate) fn bandwidth(
         &mut self,
         [name, baseline_name]: [&'static str; 2],
+        [cpu, baseline_cpu]: [fn() -> Result<Duration>; 2],
         mut work: impl FnMut() -> Result<u64>,
         mut baseline: impl FnMut() -> Result<u64>,
     ) -> Result<()> {
         if !self.wants(&[name, baseline_name]) {
             return Ok(());
         }
-        let (mut rates, mut base) = (Vec::new(), Vec::new());
+        let (mut device, mut plain) = (Vec::new(), Vec::new());
         for round in 0..=self.samples {
-            let (rate, copied) = (self.sample(&mut work)?, self.sample(&mut baseline)?);
+            let pair = (self.sample(cpu, &mut work)?, self.sample(baseline_cpu, &mut baseline)?);
             if round > 0 {
-                rates.push(rate / 1e9);
-                base.push(copied / 1e9);
+                device.push(pair.0);
+                plain.push(pair.1);
             }
         }
-        let ratios: Vec<f64> = rates.iter().zip(&base).map(|(rate, base)| rate / base).collect();
-        self.row(baseline_name, "GB/s", base, None);
-        self.row(name, "GB/s", rates, Some(median(ratios)));
+        let ratios = device.iter().zip(&plain).map(|(device, plain)| device.per_core / plain.per_core).collect();
+        self.row(baseline_name, "GB/s", &plain, 1e-9, None);
+        self.row(name, "GB/s", &device, 1e-9, Some(median(ratios)));
         Ok(())
     }
 
-    fn sample(&self, work: &mut impl FnMut() -> Result<u64>) -> Result<f64> {
-        let start = Instant::now();
+    fn sample(&self, cpu: fn() -> Result<Duration>, work: &mut impl FnMut() -> Result<u64>) -> Result<Sample> {
+        let (start, before) = (Instant::now(), cpu()?);
         let mut done = 0;
         loop {
             done += work()?;
             let passed = start.elapsed();
             if passed >= self.sample {
-                return Ok(to_f64(done) / passed.as_secs_f64());
+                let busy = cpu()?.saturating_sub(before);
+                let done = to_f64(done);
+                return Ok(Sample { rate: done / passed.as_secs_f64(), per_core: done / busy.as_secs_f64() });
             }
         }
     }
 
-    fn row(&mut self, name: &'static str, unit: &'static str, samples: Vec<f64>, of_memcpy: Option<f64>) {
-        let min = samples.iter().copied().fold(f64::INFINITY, f64::min);
-        let max = samples.iter().copied().fold(0.0, f64::max);
-        let row = Row { name, unit, median: median(samples), min, max, of_memcpy };
+    fn row(&mut self, name: &'static str, unit: &'static str, samples: &[Sample], scale: f64, of_memcpy: Option<f64>) {
+        let rates: Vec<f64> = samples.iter().map(|sample| sample.rate * scale).collect();
+        let min = rates.iter().copied().fold(f64::INFINITY, f64::min);
+        let max = rates.iter().copied().fold(0.0, f64::max);
+        let per_core = median(samples.iter().map(|sample| sample.per_core * scale).collect());
+        let row = Row { name, unit, median: median(rates), min, max, per_core, of_memcpy };
         self.rows += 1;
         if self.json {
             // A structure of numbers and names always has a form.
@@ -111,11 +127,12 @@ impl Report {
             return;
         }
         if self.rows == 1 {
-            println!("{:<28} {:>12} {:>12} {:>12}  {:<14} {:>10}", "", "median", "min", "max", "unit", "of memcpy");
+            let [median, min, max, core] = ["median", "min", "max", "per core"].map(|head| format!("{head:>12}"));
+            println!("{:<22} {median} {min} {max} {core}  {:<14}  {:>9}", "", "unit", "of memcpy");
         }
         let ratio = row.of_memcpy.map(|ratio| format!("{:.0} %", ratio * 100.0)).unwrap_or_default();
-        let [median, min, max] = [row.median, row.min, row.max].map(shown);
-        println!("{name:<28} {median:>12} {min:>12} {max:>12}  {unit:<14} {ratio:>10}");
+        let [median, min, max, core] = [row.median, row.min, row.max, row.per_core].map(shown);
+        println!("{name:<22} {median:>12} {min:>12} {max:>12} {core:>12}  {unit:<14}  {ratio:>9}");
     }
 
     /// Says so if nothing was measured.
