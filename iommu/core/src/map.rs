@@ -188,3 +188,29 @@ fn offset(at: Location) -> u64 {
 fn take(quota: &Quota, count: u32, what: &'static str) -> Result<(), MapError> {
     if quota.take(count) { Ok(()) } else { Err(MapError::Quota { what, limit: quota.limit() }) }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{Iommu, Limits};
+    use iommu_addr::{DomainId, Gpa};
+
+    #[test]
+    fn nothing_is_left_in_the_index_of_what_was_unmapped() {
+        let (mappings, segments) = (64, 64);
+        let limits = Limits { domains: 1, mappings, segments, pieces: 0, iova: Range::all() };
+        let endpoint = EndpointId::local(1);
+        let iommu = Iommu::new(limits, [endpoint]).expect("sensible limits");
+        let domain = iommu.attach(DomainId(1), endpoint).expect("within the limits");
+        let indexed = || lock(&domain.tenant.pool).indexed;
+        for pages in [1, 7, 8, 63, 64, 1 << 9, 1 << 18, (1 << 18) + 5] {
+            let len = pages << 12;
+            let range = Range::with_len(Iova(3 << 12), len).expect("in the space");
+            let segment = Segment { at: Location::Ram(Gpa(0)), len };
+            domain.map(range, &[segment], Access::RW, Origin::Guest).expect("nothing is mapped");
+            assert!((1..=9).contains(&indexed()), "{} entries for {pages} pages", indexed());
+            assert!(domain.unmap(range).expect("all of it").is_done());
+            assert_eq!(indexed(), 0, "{pages} pages");
+        }
+    }
+}
