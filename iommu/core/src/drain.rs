@@ -22,8 +22,9 @@ pub enum Progress {
 }
 
 impl Progress {
-    /// Runs `action` exactly once: now if it is done, else when the drain ends, on the thread that ends it. `action` should be short and must not
-    /// panic.
+    /// Runs `action` exactly once: now if it is done, else when the drain ends, on the thread that ends it. That can be any thread that drops
+    /// [`crate::Pins`], or one whose attempt to pin came too late, so `action` must not take a lock under which somebody drops or takes pins. It
+    /// should be short and must not panic.
     pub fn then(self, action: impl FnOnce() + Send + 'static) {
         match self {
             Self::Done => action(),
