@@ -30,13 +30,15 @@ static const struct peergate_endpoint *pg_find_endpoint(struct pg_device *dev, u
 /**
  * pg_range_alloc_buffer() - Ask the device for a buffer.
  * @range: the range, with its addresses
- * @arg: argument of PEERGATE_ALLOC, with the length to ask for
+ * @arg: argument of PEERGATE_ALLOC, with the length to ask for; gets handle and
+ *	address
  *
  * Context: Process context, sleeps; a fatal signal ends the wait.
- * Return: 0 or negative errno. The range is dropped with an error that says that
- * there is no buffer; else it stays until the file is closed.
+ * Return: 0 or negative errno. The range is not to be used after: another thread
+ * may have freed the buffer already, and with an error that says that there is
+ * none the range is dropped. With another error it stays until the file is closed.
  */
-static int pg_range_alloc_buffer(struct pg_range *range, const struct peergate_alloc *arg)
+static int pg_range_alloc_buffer(struct pg_range *range, struct peergate_alloc *arg)
 {
 	struct virtio_peergate_alloc body = {
 		.endpoint = cpu_to_le32(arg->endpoint),
@@ -56,8 +58,9 @@ static int pg_range_alloc_buffer(struct pg_range *range, const struct peergate_a
 			pg_range_drop(range);
 		return ret;
 	}
-	range->handle = le64_to_cpu(reply.handle);
-	ret = xa_insert(&file->buffers, range->handle, range, GFP_KERNEL_ACCOUNT);
+	arg->handle = le64_to_cpu(reply.handle);
+	arg->iova = range->iova;
+	ret = xa_insert(&file->buffers, arg->handle, range, GFP_KERNEL_ACCOUNT);
 	if (!ret)
 		return 0;
 	free.handle = reply.handle;
@@ -115,12 +118,7 @@ int pg_alloc(struct pg_file *file, void *data)
 		pg_range_free(range);
 		return ret;
 	}
-	ret = pg_range_alloc_buffer(range, arg);
-	if (ret)
-		return ret;
-	arg->handle = range->handle;
-	arg->iova = range->iova;
-	return 0;
+	return pg_range_alloc_buffer(range, arg);
 }
 
 /**

@@ -54,6 +54,9 @@
 #include <linux/workqueue.h>
 #include <linux/xarray.h>
 
+/* Trees and arrays here are indexed by addresses and handles of 64 bits. */
+static_assert(BITS_PER_LONG == 64);
+
 /* Submission queues and endpoints of one device that the driver will use. */
 #define PG_MAX_QUEUES		64
 #define PG_MAX_ENDPOINTS	256
@@ -287,7 +290,6 @@ struct pg_run {
  * @length: bytes
  * @busy: being made or unmade; nobody else may unmap it. Guarded by
  *	pg_file.lock
- * @handle: of a buffer
  * @unmap: of pinned memory: the request that unmaps it, allocated ahead
  * @mm: of pinned memory: whose limit it counts against
  * @accounted: pages counted against it
@@ -302,7 +304,6 @@ struct pg_range {
 	u64 iova;
 	u64 length;
 	bool busy;
-	u64 handle;
 	struct pg_msg *unmap;
 	struct mm_struct *mm;
 	unsigned long accounted;
