@@ -17,6 +17,8 @@ const LARGE: u64 = 64 << 20;
 /// Work that is on its way at a time, over all streams.
 const DEPTH: usize = 256;
 const STREAMS: u32 = 4;
+/// Work of one stream that follows on each other.
+const BATCH: u32 = 32;
 const NAMES: [&str; 9] = [
     "copy_64b_batch32",
     "copy_64b_one_a_chain",
@@ -40,8 +42,8 @@ pub(crate) fn run(report: &mut Report) -> Result<()> {
     let driver = InProcessDriver::connect(&rig.socket(), options)?;
     let channel = driver.open()?;
     let bench = Bench::new(&*channel)?;
-    let small = [("copy_64b_batch32", 64, 32), ("copy_64b_one_a_chain", 64, 1)];
-    let page = [("copy_4k_batch32", 4096, 32), ("copy_4k_one_a_chain", 4096, 1)];
+    let small = [("copy_64b_batch32", 64, BATCH), ("copy_64b_one_a_chain", 64, 1)];
+    let page = [("copy_4k_batch32", 4096, BATCH), ("copy_4k_one_a_chain", 4096, 1)];
     for (name, len, batch) in small.into_iter().chain(page) {
         report.rate(name, "copies/s", device_time, || bench.copies(len, batch))?;
     }
@@ -143,7 +145,7 @@ impl<'a> Bench<'a> {
     fn copy(&self, n: u64, offset: u64, len: u64) -> Work {
         Work {
             opcode: uapi::WORK_COPY,
-            stream: u32::try_from(n % u64::from(STREAMS)).unwrap_or(0),
+            stream: u32::try_from(n / u64::from(BATCH) % u64::from(STREAMS)).unwrap_or(0),
             initiator: self.from.endpoint,
             cookie: n,
             source: self.from.iova + offset,

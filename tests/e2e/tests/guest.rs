@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use e2e::bed::{ABUSED, BESIDE, Bed};
 use harness::RawGuest;
+use harness::daemon::resident;
 use harness::frontend::{EVENT_IDX, VERSION_1};
 use harness::virtqueue::{INDIRECT, NEXT, RawDescriptor, WRITE};
 use vdev_wire::{CONTROL_QUEUE, FIRST_SUBMIT_QUEUE, MAX_CHAIN, Opcode, ProbeReply, Status};
@@ -114,6 +115,36 @@ fn wrong_indirect_tables_go_back_and_the_queue_goes_on() -> Result<()> {
         }
     }
     bed.serves(BESIDE)?;
+    drop(guest);
+    bed.finish()?;
+    Ok(())
+}
+
+#[test]
+fn worker_does_not_grow_over_a_hundred_rounds_of_wrong_chains() -> Result<()> {
+    let bed = Bed::new()?;
+    let mut guest = RawGuest::connect_with(&bed.daemon.socket(ABUSED), SIZE, VERSION_1 | EVENT_IDX)?;
+    guest.hello()?;
+    let page = guest.ram.alloc(4096)?;
+    let worker = bed.daemon.tenant(ABUSED)?.worker_pid.context("A connected tenant has a worker")?;
+    let chains = wrong_chains(page.gpa(), guest.ram.end());
+    let mut before = 0;
+    for round in 0..110 {
+        for queue in [CONTROL_QUEUE, FIRST_SUBMIT_QUEUE] {
+            for (what, chain) in &chains {
+                for (index, descriptor) in chain {
+                    guest.queues[usize::from(queue)].raw_descriptor(*index, *descriptor)?;
+                }
+                guest.queues[usize::from(queue)].raw_submit(HEAD)?;
+                guest.next_used(queue).with_context(|| format!("{what} on queue {queue}"))?;
+            }
+        }
+        if round == 9 {
+            before = resident(worker)?;
+        }
+    }
+    let after = resident(worker)?;
+    assert!(after < before + (4 << 20), "{before} bytes resident grew to {after}");
     drop(guest);
     bed.finish()?;
     Ok(())

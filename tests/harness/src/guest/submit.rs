@@ -1,4 +1,5 @@
-//! One submission queue: chains of header, descriptors and completion records in slots that are laid out once.
+//! One submission queue: chains of header, descriptors and completion records in slots that are laid out once. A chain holds one stream only,
+//! so that a stream that waits holds back no completion of another.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -66,7 +67,9 @@ impl SubmitQueue {
     pub(super) fn send(&self, inbox: &Arc<Inbox>, domain: u32, session: u32, work: &[Work]) -> Result<usize> {
         let mut state = self.lock();
         let mut taken = 0;
-        for batch in work.chunks(state.batch) {
+        let most = state.batch;
+        let batches = work.chunk_by(|one, next| one.stream == next.stream).flat_map(|stream| stream.chunks(most));
+        for batch in batches {
             if !state.send(&self.ram, inbox, domain, session, batch)? {
                 break;
             }
