@@ -54,7 +54,7 @@ enum Command {
     Endpoints,
     /// Refused accesses: who, whose memory, which address, why
     ///
-    /// The newest 1024 of each tenant are kept, also when its worker ends.
+    /// The newest 1024 of each tenant are kept, also when its worker ends. VALUE is the handle, where a freed or foreign one was used.
     Faults {
         /// Only this tenant's
         #[arg(long, value_name = "NAME")]

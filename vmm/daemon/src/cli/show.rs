@@ -201,6 +201,7 @@ pub(crate) fn faults(reply: &FaultsReply) -> String {
                 fault.domain.to_string(),
                 fault.stream.to_string(),
                 format!("{:#x}", fault.cookie),
+                format!("{:#x}", fault.value),
             ]
         })
         .collect();
@@ -315,8 +316,8 @@ demo    connected        2   43         1    7  64.0 MiB     0 B    0 B       0 
         };
         let totals = FaultTotals { tenant: "demo".into(), total: 2000, overwritten: 976, torn: 1 };
         let expected = "\
-TIME                      TENANT  ACCESSOR  OWNER  ACCESS  ADDRESS  REASON  STATUS  SESSION  DOMAIN  STREAM  COOKIE
-1970-01-01T00:00:00.000Z  demo    gpu0      #7     write    0x1000  PEER    DENIED        1       2       3    0xff
+TIME                      TENANT  ACCESSOR  OWNER  ACCESS  ADDRESS  REASON  STATUS  SESSION  DOMAIN  STREAM  COOKIE  VALUE
+1970-01-01T00:00:00.000Z  demo    gpu0      #7     write    0x1000  PEER    DENIED        1       2       3    0xff    0x0
 
 demo: 2000 faults in all, the oldest 976 are no longer kept, 1 unreadable
 ";
