@@ -123,7 +123,7 @@ fn forged_domain_and_session_reach_nothing() -> Result<()> {
     let attach = Attach { endpoint: 0.into(), flags: 0.into() };
     assert_eq!(guest.control(Opcode::Attach, 1, &attach, 0)?.status, Status::Ok);
     let session = guest.session;
-    let cases = [(7, session, Status::Fault), (1, session.wrapping_add(1), Status::Lost), (1, session, Status::Fault)];
+    let cases = [(7, session, Status::NoEnt), (1, session.wrapping_add(1), Status::Lost), (1, session, Status::Fault)];
     let page = guest.ram.alloc(4096)?;
     for (domain, session, expected) in cases {
         let header = SubmitHeader {

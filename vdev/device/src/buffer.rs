@@ -37,12 +37,11 @@ impl Device {
             return Err(missing);
         }
         let granule = if registers { PAGE_SIZE } else { spec.granularity };
-        let fits = if registers { len == spec.registers_len } else { len.is_multiple_of(granule) };
-        if len == 0 || !fits {
+        if registers && len != spec.registers_len {
             return Err(field("len", len));
         }
-        if !iova.raw().is_multiple_of(granule) {
-            return Err(RequestError::OutOfRange { value: iova.raw() });
+        if let Some(value) = [len, iova.raw()].into_iter().find(|value| !value.is_multiple_of(granule)) {
+            return Err(RequestError::OutOfRange { value });
         }
         let range = Range::with_len(iova, len).ok_or(RequestError::OutOfRange { value: iova.raw() })?;
         let buffer = lock(&self.buffers).alloc(domain.serial, endpoint, range, registers)?;
@@ -61,7 +60,7 @@ impl Device {
         let taken = lock(&self.buffers).take(domain.serial, handle);
         match taken {
             Ok(buffer) => {
-                let then = self.answer_within(domain, completer);
+                let then = self.answer_within(domain, Body::new(), completer);
                 self.release(domain, buffer, then);
             }
             Err(error) => {

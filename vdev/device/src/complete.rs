@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use hw_engine::EngineError;
 use smallvec::SmallVec;
-use vdev_wire::{COMPLETION_SIZE, Completion, ControlReply, FaultReason, Status};
+use vdev_wire::{COMPLETION_SIZE, Completion, ControlReply, FaultReason, SUBMIT_HEADER_SIZE, Status};
 use virtio_queue::Queue;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::{FromZeros, IntoBytes, transmute};
@@ -19,6 +19,7 @@ use crate::RequestError;
 use crate::observer::{Counter, Observer};
 use crate::port::Port;
 use crate::queue::{Area, Popped, Records};
+use crate::work::parse_work;
 
 /// Body of an answer.
 pub(crate) type Body = SmallVec<[u8; 32]>;
@@ -191,13 +192,20 @@ pub(crate) fn refusal(cookie: u64, error: &RequestError) -> Completion {
     record
 }
 
-/// Answers a submission chain that cannot be understood: INVAL or UNSUPP in as many records as it has whole room for, `most` at most, and the
-/// bytes written.
-pub(crate) fn write_refusals(mem: &GuestMemoryMmap, records: &Area, most: u16, error: &RequestError) -> usize {
-    let count = (records.len() / COMPLETION_SIZE).min(usize::from(most));
+/// Answers a submission chain that is not executed: `count` records, with the cookies of those descriptors that `bytes`, what was read of the
+/// chain, has. Gives the bytes written.
+pub(crate) fn write_refusals(
+    mem: &GuestMemoryMmap,
+    records: &Area,
+    count: u16,
+    bytes: &[u8],
+    error: &RequestError,
+) -> usize {
     let writer = Records::new(mem, records);
+    let (descriptors, _) = bytes.get(SUBMIT_HEADER_SIZE..).unwrap_or_default().as_chunks();
+    let mut cookies = descriptors.iter().map(|descriptor| parse_work(descriptor).0.cookie);
     for index in 0..count {
-        write_record(&writer, u16::try_from(index).unwrap_or(u16::MAX), &refusal(0, error));
+        write_record(&writer, index, &refusal(cookies.next().unwrap_or(0), error));
     }
-    count.saturating_mul(COMPLETION_SIZE)
+    usize::from(count).saturating_mul(COMPLETION_SIZE)
 }

@@ -35,6 +35,8 @@ pub(crate) struct Domain {
     end: Mutex<Option<Arc<Finally>>>,
     /// Let go when the domain is gone.
     waiters: Mutex<Vec<Arc<Finally>>>,
+    /// Held by every request that drains and is not answered yet.
+    draining: Mutex<Arc<Finally>>,
 }
 
 impl Domain {
@@ -43,9 +45,12 @@ impl Domain {
         self.closing.load(Ordering::Acquire)
     }
 
-    /// Keeps the domain from being gone.
-    pub(crate) fn hold(&self) -> Option<Arc<Finally>> {
-        lock(&self.end).clone()
+    /// Has `answer` let its argument go when every request that drains now has been answered. What drains from now on waits for it in turn.
+    pub(crate) fn after_draining(&self, answer: impl FnOnce(Arc<Finally>) -> Arc<Finally>) {
+        let next = Finally::idle();
+        let earlier = std::mem::replace(&mut *lock(&self.draining), Arc::clone(&next));
+        let then = answer(next);
+        earlier.set(move || drop(then));
     }
 }
 
@@ -86,6 +91,7 @@ impl Device {
             closing: AtomicBool::new(false),
             end: Mutex::new(Some(end)),
             waiters: Mutex::default(),
+            draining: Mutex::new(Finally::idle()),
         };
         lock(&self.domains).insert(id, Arc::new(domain));
     }
@@ -104,7 +110,7 @@ impl Device {
         match self.iommu.detach(domain.id, endpoint) {
             Err(error) => completer.answer(Err(error.into())),
             Ok(detached) => {
-                let then = self.answer_within(domain, completer);
+                let then = self.answer_within(domain, Body::new(), completer);
                 let buffers = lock(&self.buffers).take_all(domain.serial, Some(endpoint));
                 for buffer in buffers {
                     self.release(domain, buffer, Arc::clone(&then));
@@ -114,11 +120,21 @@ impl Device {
         }
     }
 
-    /// Answers OK when let go, and keeps the domain until then.
-    pub(crate) fn answer_within(&self, domain: &Domain, completer: Completer) -> Arc<Finally> {
-        let held = domain.hold();
+    /// Answers OK when let go; until then the request drains, and the domain is not gone.
+    pub(crate) fn answer_within(&self, domain: &Domain, body: Body, completer: Completer) -> Arc<Finally> {
+        let draining = Arc::clone(&lock(&domain.draining));
+        let end = lock(&domain.end).clone();
+        let then = self.answer_holding(draining, body, completer);
         Finally::new(move || {
-            completer.answer(Ok(Body::new()));
+            drop(then);
+            drop(end);
+        })
+    }
+
+    /// Answers OK when let go, and then lets `held` go.
+    pub(crate) fn answer_holding(&self, held: Arc<Finally>, body: Body, completer: Completer) -> Arc<Finally> {
+        Finally::new(move || {
+            completer.answer(Ok(body));
             drop(held);
         })
     }

@@ -36,13 +36,19 @@ pub enum RequestError {
     /// HELLO has to come first.
     #[error("The driver has not said HELLO")]
     BeforeHello,
-    /// An opcode, version, feature or flag that this device does not know.
+    /// An opcode or flag that this device does not know.
     #[error("The device does not know {what} {value:#x}")]
     Unknown {
         /// Which field.
         what: &'static str,
         /// What the guest wrote.
         value: u64,
+    },
+    /// A version or an optional feature that this device does not have.
+    #[error("The device speaks version {newest}, without optional features")]
+    Version {
+        /// Newest version it speaks.
+        newest: u16,
     },
     /// The driver believes in another session.
     #[error("The session is {session}, not the driver's")]
@@ -101,8 +107,8 @@ pub enum RequestError {
         /// Why.
         reason: FaultReason,
     },
-    /// Out of credits.
-    #[error("The stream or the tenant is out of credits")]
+    /// Out of credits, or the stream still holds work.
+    #[error("The stream or the tenant has too much work for this")]
     Busy,
     /// Cancelled by request, behind an error, or with its domain.
     #[error("The work was cancelled")]
@@ -126,7 +132,7 @@ impl RequestError {
     pub fn status(&self) -> Status {
         match self {
             Self::Malformed { .. } | Self::Field { .. } | Self::BeforeHello | Self::State { .. } => Status::Inval,
-            Self::Unknown { .. } => Status::Unsupp,
+            Self::Unknown { .. } | Self::Version { .. } => Status::Unsupp,
             Self::Session { .. } | Self::FreedHandle { .. } => Status::Stale,
             Self::Missing { .. } => Status::NoEnt,
             Self::OutOfRange { .. } => Status::Range,
@@ -148,6 +154,7 @@ impl RequestError {
         match self {
             Self::Field { value, .. } | Self::Unknown { value, .. } | Self::Missing { value, .. } => *value,
             Self::OutOfRange { value } => *value,
+            Self::Version { newest } => u64::from(*newest),
             Self::Session { session } => u64::from(*session),
             Self::Limit { limit, .. } => *limit,
             Self::Memory { len } => *len,

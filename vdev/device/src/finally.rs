@@ -14,6 +14,16 @@ impl Finally {
     pub(crate) fn new(action: impl FnOnce() + Send + 'static) -> Arc<Self> {
         Arc::new(Self(Mutex::new(Some(Box::new(action)))))
     }
+
+    /// Without an action until [`Finally::set`].
+    pub(crate) fn idle() -> Arc<Self> {
+        Arc::new(Self(Mutex::new(None)))
+    }
+
+    /// Gives it its action.
+    pub(crate) fn set(&self, action: impl FnOnce() + Send + 'static) {
+        *lock(&self.0) = Some(Box::new(action));
+    }
 }
 
 impl Drop for Finally {

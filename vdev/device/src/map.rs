@@ -28,10 +28,11 @@ impl Device {
         let mut places = Segments::with_capacity(segments.len());
         for segment in segments {
             let (gpa, len) = (segment.gpa.get(), segment.len.get());
-            if len == 0 || !len.is_multiple_of(PAGE_SIZE) {
+            if len == 0 {
                 return Err(field("len", len));
             }
             aligned(gpa)?;
+            aligned(len)?;
             let range = Range::with_len(Gpa(gpa), len).filter(|range| self.ram.contains(*range));
             range.ok_or(RequestError::OutOfRange { value: gpa })?;
             total = total.checked_add(len).ok_or(RequestError::OutOfRange { value: len })?;
@@ -45,19 +46,23 @@ impl Device {
 
     pub(crate) fn unmap(&self, domain: &Domain, range: Range<Iova>, completer: Completer) {
         match domain.space.unmap(range) {
-            Ok(progress) => progress.then(move || completer.answer(Ok(Body::new()))),
+            Ok(progress) => {
+                let then = self.answer_within(domain, Body::new(), completer);
+                progress.then(move || drop(then));
+            }
             Err(error) => completer.answer(Err(error.into())),
         }
     }
 
+    /// Answers when everything of the domain that drains now has been answered.
     pub(crate) fn flush(&self, domain: &Domain, completer: Completer) {
-        domain.space.flush().then(move || completer.answer(Ok(Body::new())));
+        domain.after_draining(|then| self.answer_holding(then, Body::new(), completer));
     }
 }
 
-/// Addresses off the granule are out of range, as in virtio-iommu.
-pub(crate) fn aligned(address: u64) -> Result<(), RequestError> {
-    if address.is_multiple_of(PAGE_SIZE) { Ok(()) } else { Err(RequestError::OutOfRange { value: address }) }
+/// What is off the granule is out of range, as in virtio-iommu.
+fn aligned(value: u64) -> Result<(), RequestError> {
+    if value.is_multiple_of(PAGE_SIZE) { Ok(()) } else { Err(RequestError::OutOfRange { value }) }
 }
 
 impl From<MapError> for RequestError {

@@ -33,7 +33,10 @@ impl Device {
             PeerChange::Enable => space.peer_enable(accessor, owner, rights),
             PeerChange::Query => space.peer_query(accessor, owner),
             PeerChange::Disable => match space.peer_disable(accessor, owner, rights) {
-                Ok((left, progress)) => return progress.then(move || completer.answer(Ok(body(left)))),
+                Ok((left, progress)) => {
+                    let then = self.answer_within(domain, body(left), completer);
+                    return progress.then(move || drop(then));
+                }
                 Err(error) => Err(error),
             },
         };

@@ -50,12 +50,7 @@ impl Area {
         true
     }
 
-    /// Replaces what `into` holds by every byte of the area. False if some memory is gone.
-    pub(crate) fn read(&self, mem: &GuestMemoryMmap, into: &mut Vec<u8>) -> bool {
-        self.read_front(mem, into, self.len())
-    }
-
-    /// As [`Area::read`], of the first `len` bytes.
+    /// Replaces what `into` holds by the first `len` bytes of the area. False if some memory is gone.
     pub(crate) fn read_front(&self, mem: &GuestMemoryMmap, into: &mut Vec<u8>, len: usize) -> bool {
         into.resize(len, 0);
         let mut ok = true;

@@ -218,6 +218,7 @@ impl Device {
         let due = turn.now >= op.deadline;
         let went = match (op.issued.take(), &op.task) {
             (issued @ Some(_), _) if self.is_down() => Went::Ended(given_up(issued, RequestError::Dropped)),
+            (issued @ Some(_), _) if op.aborted.is_some() => Went::Ended(given_up(issued, RequestError::Cancelled)),
             (issued, _) if due => Went::Ended(given_up(issued, RequestError::Timeout)),
             (Some(issued), _) => self.resume(turn, issued),
             (None, Task::Guest(_) | Task::Kernel(_)) if domain.is_closing() => {
@@ -292,7 +293,9 @@ impl Device {
         self.report_end(turn, op.task, outcome);
         let (cancelled, next) = {
             let mut streams = lock(&domain.streams);
-            let cancelled = if outcome.error.is_some() { streams.fail(key) } else { Vec::new() };
+            // What was cancelled on request is no error of its stream.
+            let is_error = outcome.error.is_some_and(|error| error != RequestError::Cancelled);
+            let cancelled = if is_error { streams.fail(key) } else { Vec::new() };
             (cancelled, streams.ended(key))
         };
         self.cancel(turn, cancelled, RequestError::Cancelled);

@@ -18,11 +18,8 @@ use crate::turn::Turn;
 impl Device {
     /// A driver begins: every domain of an earlier one goes, and only then is it answered.
     pub(crate) fn hello(&self, turn: &mut Turn, version: u16, features: u64, completer: Completer) {
-        if version != VERSION {
-            return completer.answer(Err(RequestError::Unknown { what: "version", value: u64::from(version) }));
-        }
-        if features != 0 {
-            return completer.answer(Err(RequestError::Unknown { what: "features", value: features }));
+        if version != VERSION || features != 0 {
+            return completer.answer(Err(RequestError::Version { newest: VERSION }));
         }
         self.events.clear();
         let mut reply = HelloReply::new_zeroed();

@@ -10,6 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::Instant;
 
+use crate::RequestError;
 use crate::op::{Op, StreamKey};
 
 /// Streams of one domain.
@@ -160,7 +161,7 @@ impl Streams {
         self.take_waiting(key, |_| true)
     }
 
-    /// Ends a stream's error.
+    /// Ends a stream's error, whatever it holds.
     pub(crate) fn reset(&mut self, key: StreamKey) {
         if let Some(stream) = self.map.get_mut(&key) {
             stream.failed = false;
@@ -211,10 +212,11 @@ impl Streams {
         self.map.values().flat_map(|stream| &stream.queue).map(|op| op.deadline).min()
     }
 
-    /// Descriptors in a stream's queue that were issued and satisfy `which`.
-    pub(crate) fn issued_in_queue(&self, key: StreamKey, which: impl Fn(&Op) -> bool) -> usize {
-        let issued = |op: &&Op| op.issued.is_some() && which(op);
-        self.map.get(&key).map_or(0, |stream| stream.queue.iter().filter(issued).count())
+    /// Marks work in a stream's queue that was issued and satisfies `which` as cancelled, and says how much that is.
+    pub(crate) fn cancel_issued(&mut self, key: StreamKey, which: impl Fn(&Op) -> bool) -> usize {
+        let Some(stream) = self.map.get_mut(&key) else { return 0 };
+        let issued = stream.queue.iter_mut().filter(|op| op.issued.is_some() && which(op));
+        issued.map(|op| op.aborted = op.aborted.or(Some(RequestError::Cancelled))).count()
     }
 }
 

@@ -8,17 +8,19 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use vdev_wire::{COMPLETION_PENDING, Completion};
+use vdev_wire::{COMPLETION_PENDING, Completion, SUBMIT_HEADER_SIZE};
 use virtio_queue::QueueT;
+use vm_memory::GuestMemoryMmap;
 use zerocopy::FromZeros;
 
 use crate::RequestError;
 use crate::complete::{Chain, Slot, write_record, write_refusals};
+use crate::control::missing_domain;
 use crate::device::Device;
 use crate::domain::Domain;
-use crate::issue::{Refusal, no_domain};
 use crate::observer::Counter;
 use crate::op::{Credit, GuestWork, Op, Outcome, StreamKey, Task};
 use crate::port::Port;
@@ -27,7 +29,7 @@ use crate::run::{Fresh, Went};
 use crate::streams::{Claim, Next};
 use crate::sync::lock;
 use crate::turn::Turn;
-use crate::work::{Batch, Tag, Work, parse_batch, parse_work};
+use crate::work::{BadBatch, Batch, Tag, Work, parse_batch, parse_work};
 
 /// Chains of one turn.
 const CHAINS: u64 = 32;
@@ -120,18 +122,17 @@ impl Device {
             let mut used = false;
             let _ = queue.disable_notification(mem);
             let mut visit = Visit::new(queue, mem);
-            while taken < CHAINS && state.works.len() < WORKS {
+            let mut refused = 0_usize;
+            while taken < CHAINS && state.works.len().saturating_add(refused) < WORKS {
                 let Some(popped) = port.pop(queue, &mut visit) else { break };
                 taken = taken.saturating_add(1);
-                let is_read = popped.defect.is_none() && popped.readable.len() <= self.max_submission;
-                let is_read = is_read && popped.readable.read(mem, &mut state.bytes);
-                if let Err(error) = self.parse_chain(is_read, &popped, state) {
-                    state.turn.tally.add(Counter::MalformedChains, 1);
-                    self.log_malformed(port, state.turn.now, &error);
-                    let len = write_refusals(mem, &popped.writable, self.spec.limits.max_batch, &error);
-                    port.give_back(queue, mem, popped.head, len);
-                    used = true;
-                }
+                let Err(bad) = self.parse_chain(mem, &popped, state) else { continue };
+                refused = refused.saturating_add(usize::from(bad.records));
+                state.turn.tally.add(Counter::MalformedChains, 1);
+                self.log_malformed(port, state.turn.now, &bad.error);
+                let len = write_refusals(mem, &popped.writable, bad.records, &state.bytes, &bad.error);
+                port.give_back(queue, mem, popped.head, len);
+                used = true;
             }
             // Idle only if nothing was taken: while chains come, nobody needs to be woken for them.
             more = taken > 0 || port.rest(queue, mem);
@@ -143,13 +144,17 @@ impl Device {
         more
     }
 
-    fn parse_chain(&self, is_read: bool, popped: &Popped, state: &mut Submission) -> Result<(), RequestError> {
-        if !is_read {
-            let what = popped.defect.unwrap_or("it is longer than any batch, or not in guest memory");
-            return Err(RequestError::Malformed { what });
+    /// Reads a chain once, and parses it into the turn.
+    fn parse_chain(&self, mem: &GuestMemoryMmap, popped: &Popped, state: &mut Submission) -> Result<(), BadBatch> {
+        let len = popped.readable.len();
+        let front = if len <= self.max_submission { len } else { SUBMIT_HEADER_SIZE };
+        let unread =
+            || (!popped.readable.read_front(mem, &mut state.bytes, front)).then_some("it is not in guest memory");
+        if let Some(what) = popped.defect.or_else(unread) {
+            return Err(BadBatch { records: 0, error: RequestError::Malformed { what } });
         }
-        let limits = &self.spec.limits;
-        let (batch, descriptors) = parse_batch(&state.bytes, popped.writable.len(), limits.max_batch)?;
+        let max_batch = self.spec.limits.max_batch;
+        let (batch, descriptors) = parse_batch(&state.bytes, len, popped.writable.len(), max_batch)?;
         let start = state.works.len();
         state.works.extend(descriptors.iter().map(|bytes| {
             let (tag, work) = parse_work(bytes);
@@ -164,15 +169,18 @@ impl Device {
 
     fn run_chain(&self, turn: &mut Turn, run: &mut Run<'_>) {
         let all = run.taken.range.clone();
-        if run.taken.batch.session != self.spec.session {
+        let Batch { domain: id, session } = run.taken.batch;
+        if !self.greeted.load(Ordering::Acquire) {
+            return self.refuse_all(turn, all, run, RequestError::BeforeHello);
+        }
+        if session != self.spec.session {
             return self.refuse_all(turn, all, run, RequestError::Lost);
         }
-        let id = run.taken.batch.domain;
         if turn.cached(id).is_none() {
             turn.cache(self.domain(id));
         }
         let Some(domain) = turn.cached(id).map(Arc::clone) else {
-            return self.refuse_domain(turn, all, run);
+            return self.refuse_all(turn, all, run, missing_domain(id));
         };
         let mut next = all.start;
         while let Some((tag, _)) = run.works.get(next).filter(|_| next < all.end) {
@@ -305,19 +313,6 @@ impl Device {
     fn refuse_all(&self, turn: &mut Turn, left: Range<usize>, run: &mut Run<'_>, error: RequestError) {
         for index in left {
             if let Some(((tag, _), record)) = run.works.get(index).zip(run.records.get_mut(index)) {
-                *record = self.account(turn, tag.cookie, &Outcome::refused(error));
-            }
-        }
-    }
-
-    /// Work in a domain that is not there: each descriptor faults.
-    fn refuse_domain(&self, turn: &mut Turn, left: Range<usize>, run: &mut Run<'_>) {
-        let id = run.taken.batch.domain;
-        for index in left {
-            if let Some(((tag, work), record)) = run.works.get(index).zip(run.records.get_mut(index)) {
-                let accessor = work.ok().and_then(|work| work.initiator);
-                let refusal = Refusal::Fault(no_domain(accessor));
-                let error = self.refused(turn, id, StreamKey::guest(tag.stream), tag.cookie, refusal);
                 *record = self.account(turn, tag.cookie, &Outcome::refused(error));
             }
         }

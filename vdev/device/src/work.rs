@@ -2,10 +2,10 @@
 //!
 //! Not here: whether the addresses are mapped, who may act, limits of the tenant.
 
-use iommu_addr::{EndpointId, Iova, Range, StreamId};
+use iommu_addr::{DomainId, EndpointId, Iova, Range, StreamId};
 use vdev_wire::{
-    DESCRIPTOR_SIZE, FENCE_DEVICE, FENCE_SYSTEM, INITIATOR_ANY, SubmitHeader, VERSION, WORK_SYSTEM, WorkDescriptor,
-    WorkOpcode,
+    COMPLETION_SIZE, DESCRIPTOR_SIZE, FENCE_DEVICE, FENCE_SYSTEM, INITIATOR_ANY, SUBMIT_HEADER_SIZE, SubmitHeader,
+    VERSION, WORK_SYSTEM, WorkDescriptor, WorkOpcode,
 };
 use zerocopy::{FromBytes, transmute_ref};
 
@@ -121,35 +121,52 @@ fn range(start: u64, len: u64) -> Result<Range<Iova>, RequestError> {
     Range::with_len(Iova(start), len).ok_or(RequestError::OutOfRange { value: start })
 }
 
-/// Header of a submission chain whose bytes are in order.
+/// A submission chain whose header is in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Batch {
-    pub(crate) domain: iommu_addr::DomainId,
+    pub(crate) domain: DomainId,
     pub(crate) session: u32,
 }
 
-/// Parses a submission chain's header and checks the chain's byte counts against it. Answers the descriptors too.
+/// A submission chain that is not executed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BadBatch {
+    /// Records that the answer fills; 0 if the chain cannot be answered.
+    pub(crate) records: u16,
+    pub(crate) error: RequestError,
+}
+
+/// Parses a submission chain's header and checks the chain's byte counts against it. `front` is all of `len` readable bytes, or those of the
+/// header if they are too many; `room` is the room for records. Gives the descriptors too.
 pub(crate) fn parse_batch(
-    readable: &[u8],
+    front: &[u8],
+    len: usize,
     room: usize,
     max_batch: u16,
-) -> Result<(Batch, &[[u8; DESCRIPTOR_SIZE]]), RequestError> {
-    let (header, rest) = SubmitHeader::ref_from_prefix(readable)
-        .ok()
-        .ok_or(RequestError::Malformed { what: "it is shorter than its header" })?;
-    let version = header.version.get();
+) -> Result<(Batch, &[[u8; DESCRIPTOR_SIZE]]), BadBatch> {
+    let silent = |what| BadBatch { records: 0, error: RequestError::Malformed { what } };
+    let (header, rest) = SubmitHeader::ref_from_prefix(front).ok().ok_or(silent("it is shorter than its header"))?;
+    let count = header.count.get();
+    if count == 0 || usize::from(count).checked_mul(COMPLETION_SIZE) != Some(room) {
+        return Err(silent("its room does not match the count of descriptors"));
+    }
+    let descriptors = check_batch(header, len, max_batch).map(|()| rest.as_chunks().0);
+    let descriptors = descriptors.map_err(|error| BadBatch { records: count, error })?;
+    Ok((Batch { domain: DomainId(header.domain.get()), session: header.session.get() }, descriptors))
+}
+
+fn check_batch(header: &SubmitHeader, len: usize, max_batch: u16) -> Result<(), RequestError> {
+    let (version, count) = (header.version.get(), header.count.get());
     if version != VERSION {
-        return Err(RequestError::Unknown { what: "version", value: u64::from(version) });
+        return Err(field("version", u64::from(version)));
     }
     zero("flags", u64::from(header.flags.get()))?;
-    let count = header.count.get();
-    if count == 0 || count > max_batch {
+    if count > max_batch {
         return Err(field("count", u64::from(count)));
     }
-    let (descriptors, tail) = rest.as_chunks::<DESCRIPTOR_SIZE>();
-    let count = usize::from(count);
-    if descriptors.len() != count || !tail.is_empty() || count.checked_mul(vdev_wire::COMPLETION_SIZE) != Some(room) {
+    let wanted = usize::from(count).checked_mul(DESCRIPTOR_SIZE);
+    if len.checked_sub(SUBMIT_HEADER_SIZE) != wanted {
         return Err(RequestError::Malformed { what: "its bytes do not match the count of descriptors" });
     }
-    Ok((Batch { domain: iommu_addr::DomainId(header.domain.get()), session: header.session.get() }, descriptors))
+    Ok(())
 }

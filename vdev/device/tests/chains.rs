@@ -273,40 +273,73 @@ fn turn_is_bounded_whatever_the_chains_are() {
     assert_eq!(first + bed.rings[2].take_used().len(), 60);
 }
 
+/// What a submission of these bytes with room for so many records is answered: its used length and every record's status and cookie.
+fn submission(bed: &mut Bed, bytes: &[u8], records: usize) -> (u32, Vec<(Option<Status>, u64)>) {
+    let batch = bed.submit_raw(2, bytes, records);
+    bed.drain();
+    let len = bed.used(2, batch.head).expect("the chain came back");
+    let records = bed.records(batch);
+    (len, records.iter().map(|record| (Status::from_raw(record.status.get()), record.cookie.get())).collect())
+}
+
 #[test]
-fn malformed_submission_refuses_every_record_that_has_room() {
+fn header_that_breaks_a_rule_completes_every_descriptor() {
     let mut bed = Bed::ready();
-    let works = [fill(IOVA + DATA, 8, 1); 2];
+    let works = [fill(IOVA + DATA, 8, 1).cookie(5), fill(IOVA + DATA, 8, 1).cookie(6)];
     let good = [batch_header(1, 2).as_bytes(), works.as_bytes()].concat();
     let field = |offset: usize, bytes: &[u8]| {
         let mut bad = good.clone();
         bad[offset..offset + bytes.len()].copy_from_slice(bytes);
         bad
     };
+    let (whole, short) = ([5, 6], [5, 0]);
     let cases = [
-        (good.clone(), 2, Status::Ok, "nothing wrong"),
-        (good[..good.len() - 1].to_vec(), 2, Status::Inval, "a byte short"),
-        ([&good[..], &[0]].concat(), 2, Status::Inval, "a byte long"),
-        (good.clone(), 1, Status::Inval, "a record short"),
-        (good.clone(), 3, Status::Inval, "a record long"),
-        (good[..15].to_vec(), 2, Status::Inval, "no header"),
-        (field(2, &[0, 0]), 2, Status::Inval, "none"),
-        (field(2, &[0xff, 0xff]), 2, Status::Inval, "more than any batch"),
-        (field(8, &[1]), 2, Status::Inval, "flags"),
-        (field(0, &[2]), 2, Status::Unsupp, "version 2"),
-        (field(12, &[9]), 2, Status::Lost, "another session"),
+        (good.clone(), Status::Ok, whole, "nothing wrong"),
+        (field(0, &[2]), Status::Inval, whole, "version 2"),
+        (field(8, &[1]), Status::Inval, whole, "flags"),
+        (field(4, &[9]), Status::NoEnt, whole, "no such domain"),
+        (field(12, &[9]), Status::Lost, whole, "another session"),
+        (good[..good.len() - 1].to_vec(), Status::Inval, short, "a byte short"),
+        ([&good[..], &[0]].concat(), Status::Inval, whole, "a byte long"),
+        ([&good[..], &[0; 64 * 200]].concat(), Status::Inval, [0, 0], "far too long"),
     ];
-    for (bytes, records, want, what) in cases {
-        let batch = bed.submit_raw(2, &bytes, records);
-        bed.drain();
-        assert!(bed.is_used(batch), "{what}");
-        assert_eq!(bed.statuses(batch), vec![Some(want); records], "{what}");
+    for (bytes, want, cookies, what) in cases {
+        let (len, records) = submission(&mut bed, &bytes, 2);
+        assert_eq!(len, 64, "{what}");
+        assert_eq!(records, cookies.map(|cookie| (Some(want), cookie)), "{what}");
     }
-    let huge = [batch_header(1, 128).as_bytes(), &[0; 64 * 129]].concat();
-    let batch = bed.submit_raw(2, &huge, 129);
-    bed.drain();
-    let len = bed.used(2, batch.head).unwrap();
-    assert_eq!(len, 128 * 32, "no more records than a batch can have");
+    let many = [batch_header(1, 129).as_bytes(), &[0; 64 * 129]].concat();
+    let (len, records) = submission(&mut bed, &many, 129);
+    assert_eq!(len, 129 * 32, "more than a batch may have");
+    assert!(records.iter().all(|(status, _)| *status == Some(Status::Inval)));
+    assert_eq!(bed.take_events().len(), 0);
+    assert_eq!(bed.seen.count_of(Counter::Faults), 0, "a domain that is not there is no fault");
+}
+
+#[test]
+fn submission_whose_room_does_not_match_comes_back_untouched() {
+    let mut bed = Bed::ready();
+    let works = [fill(IOVA + DATA, 8, 1); 2];
+    let good = [batch_header(1, 2).as_bytes(), works.as_bytes()].concat();
+    let counted = |count: u16| [batch_header(1, usize::from(count)).as_bytes(), works.as_bytes()].concat();
+    for (bytes, records, what) in [
+        (good.clone(), 1, "a record short"),
+        (good.clone(), 3, "a record long"),
+        (good[..15].to_vec(), 2, "no header"),
+        (counted(0), 2, "none"),
+        (counted(u16::MAX), 2, "more than fit"),
+    ] {
+        let (len, statuses) = submission(&mut bed, &bytes, records);
+        assert_eq!((len, statuses), (0, vec![(None, 0); records]), "{what}");
+    }
+    assert_eq!(bed.ram(DATA, 8), [0; 8], "nothing was executed");
+}
+
+#[test]
+fn work_before_hello_is_invalid() {
+    let mut bed = Bed::new();
+    let bytes = [batch_header(1, 1).as_bytes(), fill(IOVA + DATA, 8, 1).as_bytes()].concat();
+    assert_eq!(submission(&mut bed, &bytes, 1), (32, vec![(Some(Status::Inval), 0)]));
 }
 
 #[test]

@@ -226,7 +226,7 @@ fn map_refuses_each_thing_with_its_status() {
     assert_eq!(map(0x1_0000, 4, one), Status::Inval, "a flag of ALLOC");
     assert_eq!(map(0x1_0001, RW, one), Status::Range, "address off the page");
     assert_eq!(map(0x1_0000, RW, &[(DATA + 1, PAGE)]), Status::Range, "guest address off the page");
-    assert_eq!(map(0x1_0000, RW, &[(DATA, PAGE - 1)]), Status::Inval, "length off the page");
+    assert_eq!(map(0x1_0000, RW, &[(DATA, PAGE - 1)]), Status::Range, "length off the page");
     assert_eq!(map(0x1_0000, RW, &[(DATA, 0)]), Status::Inval, "no length");
     assert_eq!(map(0x1_0000, RW, &[(DATA, PAGE), (DATA, 0)]), Status::Inval, "no length behind another");
     assert_eq!(map(0, RW, one), Status::Range, "below the range");
@@ -303,7 +303,7 @@ fn alloc_refuses_each_thing_with_its_status() {
     assert_eq!(alloc(GPU, RW | 1 << 7, at, 2 * PAGE), Status::Inval, "an unknown flag");
     assert_eq!(alloc(GPU, RW | ALLOC_WINDOWABLE, at, 2 * PAGE), Status::Unsupp);
     assert_eq!(alloc(GPU, RW, at, 0), Status::Inval, "nothing");
-    assert_eq!(alloc(GPU, RW, at, PAGE), Status::Inval, "off the granule");
+    assert_eq!(alloc(GPU, RW, at, PAGE), Status::Range, "off the granule");
     assert_eq!(alloc(GPU, RW, at + PAGE, 2 * PAGE), Status::Range, "address off the granule");
     assert_eq!(alloc(GPU, RW, u64::MAX - 0x1fff, 4 * PAGE), Status::Range, "past the end of the space");
     assert_eq!(alloc(GPU, RW, 1 << 62, 2 * PAGE), Status::Range, "outside the range");

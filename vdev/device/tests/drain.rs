@@ -81,6 +81,32 @@ fn free_waits_for_issued_work_and_for_the_scrubbing() {
 }
 
 #[test]
+fn flush_waits_for_every_earlier_request_that_drains_and_no_later_one() {
+    let mut bed = Bed::ready();
+    bed.ok(Opcode::Map, 1, &map_bytes(0x10_0000, RW, &[(DATA + (1 << 20), PAGE)]));
+    let handle = bed.alloc(1, GPU, VA, PAGE);
+    bed.engine.set(Mode::Hold);
+    bed.submit(1, &[fill(0x10_0000, 8, 1).stream(1), fill(D, 8, 1).stream(2)]);
+    bed.drain();
+    let flush = |bed: &mut Bed| bed.start(Opcode::Flush, 1, &[0; 8]);
+    let at_once = flush(&mut bed);
+    assert_eq!(bed.answer(at_once).unwrap().status, Status::Ok, "nothing drains");
+    let free = bed.start(Opcode::Free, 1, Free { handle: handle.into() }.as_bytes());
+    let first = flush(&mut bed);
+    let unmap = bed.start(Opcode::Unmap, 1, unmap(0x10_0000, 0x10_0fff).as_bytes());
+    let second = flush(&mut bed);
+    assert_eq!((bed.answer(free), bed.answer(first), bed.answer(second)), (None, None, None));
+    bed.engine.release(0);
+    assert_eq!(bed.answer(unmap).unwrap().status, Status::Ok);
+    assert_eq!(bed.answer(second), None, "the FREE came before it too");
+    bed.engine.release(1);
+    assert_eq!(bed.answer(free).unwrap().status, Status::Ok, "zeroed");
+    assert_eq!(bed.answer(first).unwrap().status, Status::Ok);
+    assert_eq!(bed.answer(second).unwrap().status, Status::Ok);
+    bed.engine.release_all();
+}
+
+#[test]
 fn disabling_a_right_waits_for_work_that_relies_on_it_only() {
     let mut bed = Bed::ready();
     bed.alloc(1, FPGA, VB, PAGE);
@@ -119,7 +145,7 @@ fn detach_cancels_what_waits_lets_what_runs_end_and_then_answers() {
     assert_eq!(bed.detach_all(1).status, Status::NoEnt);
     let late = bed.submit(1, &[fill(D, 8, 3)]);
     bed.drain();
-    assert_eq!(bed.statuses(late), [Some(Status::Fault)]);
+    assert_eq!(bed.statuses(late), [Some(Status::NoEnt)]);
     bed.attach(2, GPU);
     bed.engine.release(1);
     assert_eq!(bed.answer(detach), None, "one is left");

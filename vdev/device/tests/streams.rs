@@ -213,22 +213,74 @@ fn error_of_an_engine_fails_the_stream_and_what_waits() {
 }
 
 #[test]
-fn cancel_takes_what_waits_and_leaves_what_runs() {
+fn cancel_ends_what_waits_and_asks_what_runs_to_stop() {
     let mut bed = Bed::ready();
     bed.engine.set(Mode::Hold);
+    *bed.engine.abort_ends.lock().unwrap() = false;
     let batch = bed.submit(1, &[work(1, 0), work(1, 1), work(1, 2), work(1, 1), work(2, 1)]);
     bed.drain();
     assert_eq!(bed.cancel(1, 1, Some(1)), (2, 0));
     assert_eq!(bed.statuses(batch), [None, CANCELLED, None, CANCELLED, None], "by cookie, in its stream only");
     assert_eq!(bed.cancel(1, 1, Some(0)), (0, 1), "it runs already");
     assert_eq!(bed.cancel(1, 1, None), (1, 1));
-    assert_eq!(bed.statuses(batch), [None, CANCELLED, CANCELLED, CANCELLED, None]);
+    assert_eq!(bed.engine.state.lock().unwrap().aborted.len(), 1, "asked once");
+    assert_eq!(bed.statuses(batch), [None, CANCELLED, CANCELLED, CANCELLED, None], "it has not stopped yet");
+    bed.engine.fail(0, 3, EngineError::Aborted);
+    bed.drain();
+    assert_eq!(bed.statuses(batch)[0], CANCELLED);
+    assert_eq!(bed.records(batch)[0].bytes.get(), 3);
+    assert_eq!(bed.cancel(1, 2, None), (0, 1));
     bed.engine.release_all();
     bed.drain();
+    assert_eq!(bed.statuses(batch)[4], OK, "it could not be stopped any more");
     assert!(bed.is_used(batch));
     bed.engine.set(Mode::Inline);
     assert_eq!(status(&bed.run_one(1, work(1, 3))), Status::Ok, "cancelling is no error of the stream");
     assert_eq!(bed.seen.gauge_of(Gauge::InFlight), 0);
+}
+
+#[test]
+fn work_that_was_cancelled_while_it_ran_does_not_cancel_what_follows() {
+    let mut bed = Bed::ready();
+    bed.engine.set(Mode::Hold);
+    let batch = bed.submit(1, &[work(1, 0), work(1, 1)]);
+    bed.drain();
+    assert_eq!(bed.cancel(1, 1, Some(0)), (0, 1));
+    bed.drain();
+    assert_eq!(bed.statuses(batch), [CANCELLED, None]);
+    bed.engine.release_all();
+    bed.drain();
+    assert_eq!(bed.statuses(batch), [CANCELLED, OK]);
+}
+
+#[test]
+fn long_work_can_be_cancelled_between_its_pieces() {
+    let mut bed = Bed::ready();
+    bed.ok(vdev_wire::Opcode::Map, 1, &map_bytes(1 << 36, RW, &[(DATA + (8 << 20), 64 << 20)]));
+    let batch = bed.submit(1, &[fill(1 << 36, 64 << 20, 1).cookie(4)]);
+    assert!(bed.device.drain(2));
+    let cancel = vdev_wire::Cancel { stream: 0.into(), flags: 0.into(), cookie: 4.into() };
+    let call = bed.start(vdev_wire::Opcode::Cancel, 1, zerocopy::IntoBytes::as_bytes(&cancel));
+    bed.device.drain(0);
+    let reply: vdev_wire::CancelReply = bed.answer(call).unwrap().read();
+    assert_eq!((reply.cancelled.get(), reply.running.get()), (0, 1));
+    assert_eq!(bed.statuses(batch), [CANCELLED]);
+    let bytes = bed.records(batch)[0].bytes.get();
+    assert!(bytes > 0 && bytes < 64 << 20, "{bytes} bytes were moved before");
+}
+
+#[test]
+fn stream_that_holds_work_cannot_be_reset() {
+    let mut bed = Bed::ready();
+    bed.engine.set(Mode::Hold);
+    let batch = bed.submit(1, &[work(1, 0), work(1, 1).timeout(1)]);
+    bed.until("a timeout", |bed| bed.statuses(batch)[1].is_some());
+    let reset = vdev_wire::StreamReset { stream: 1.into(), reserved: 0.into() };
+    let body = zerocopy::IntoBytes::as_bytes(&reset);
+    assert_eq!(bed.call(vdev_wire::Opcode::StreamReset, 1, body).status, Status::Busy);
+    bed.engine.release_all();
+    bed.drain();
+    bed.reset_stream(1, 1);
 }
 
 #[test]

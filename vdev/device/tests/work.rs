@@ -169,19 +169,6 @@ fn explicit_initiator_must_be_attached() {
 }
 
 #[test]
-fn work_in_a_domain_that_is_not_there_faults() {
-    let mut bed = bed();
-    let records = bed.run(9, &[copy(D, D + PAGE, 8).stream(1).cookie(1), fence().stream(1).cookie(2)]);
-    for record in &records {
-        assert_eq!((status(record), record.fault_reason), (Status::Fault, FaultReason::Domain as u8));
-    }
-    let events = bed.take_events();
-    assert_eq!(events.iter().map(|event| event.cookie.get()).collect::<Vec<_>>(), [1, 2]);
-    let fresh = Bed::new().run(1, &[fill(D, 8, 0)]);
-    assert_eq!(status(&fresh[0]), Status::Fault, "also before HELLO");
-}
-
-#[test]
 fn peer_right_is_needed_for_each_side_and_direction() {
     let mut bed = bed();
     let peer = FaultReason::Peer;
