@@ -244,8 +244,12 @@ impl Device {
             self.settle(&mut turn);
         }
         self.abort(|_| true, RequestError::Dropped);
-        while !self.flights.is_empty() || !self.ready.is_empty() || !self.starved.is_empty() {
+        loop {
+            // Looked at under the timekeeper's lock: what its thread has just collected is in no list.
             let mut turn = lock(&self.timekeeper);
+            if self.flights.is_empty() && self.ready.is_empty() && self.starved.is_empty() {
+                break;
+            }
             turn.begin();
             let mut finished = Vec::new();
             self.engine.quiesce(&mut finished);
