@@ -1,6 +1,6 @@
 //! The vhost-user side of one virtual device: a socket that a VMM connects to, the guest's memory table, rings, kicks and interrupts.
 //!
-//! [`serve`] takes one connection from accept to hang-up. Inside:
+//! [`serve()`] takes one connection from accept to hang-up. Inside:
 //! - `backend` answers the VMM's messages and runs the queues: queues 0 and 1 share a thread, each submission queue has its own;
 //! - `vring` accepts only event counters as kicks and interrupts, and never blocks on them;
 //! - `ring` is a started queue as the device sees it;

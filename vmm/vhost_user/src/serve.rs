@@ -57,7 +57,7 @@ pub struct Options {
     /// Guest memory that could be cut off while in use.
     pub unsealed_memory: UnsealedPolicy,
     /// Called once on each thread of the session, before that thread handles anything from outside: the place for a tighter filter of
-    /// system calls. The thread that calls [`serve`] is not among them.
+    /// system calls. The thread that calls [`serve()`] is not among them.
     pub thread_hook: Arc<dyn Fn(ThreadClass) + Send + Sync>,
 }
 
