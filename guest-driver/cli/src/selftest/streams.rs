@@ -6,8 +6,8 @@ use std::collections::HashSet;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
-use peergate_guest::uapi::{Completion, Work};
-use peergate_guest::{Access, Error, FaultReason, Session, Status, Ticket};
+use peergate_guest::uapi::Completion;
+use peergate_guest::{Access, Error, FaultReason, HostBuffer, Session, Status, Ticket};
 
 use super::witness::{Refusal, refused};
 use super::{Bench, Case, Row};
@@ -15,6 +15,8 @@ use super::{Bench, Case, Row};
 const PAGE: u64 = 4096;
 /// How many long copies stand before the short pieces of work.
 const LONG_COUNT: usize = 16;
+/// How often memory is unmapped under a copy.
+const UNMAP_ROUNDS: usize = 8;
 
 pub(super) const CASES: &[(&str, Case)] = &[
     ("stream-error", stream_error),
@@ -60,40 +62,48 @@ fn stream_independent(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
 /// UNMAP under load: once it has answered, the memory does not change any more, and its address faults.
 fn unmap_in_use(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let session = bench.session()?;
-    let gpu = bench.gpu.number;
-    let len = bench.options.size.min(bench.gpu.memory_free / 4);
-    let source = session.alloc(gpu, len, Access::RW)?;
-    let mut host = session.map(len, Access::RW)?;
-    let stream = session.stream().by(gpu);
-    let (copy, fill) = (stream.copy_work(host.iova(), source.iova(), len), |n| stream.fill_work(source.iova(), n, len));
-    let work: Vec<Work> = (1..=8).flat_map(|n| [fill(n), copy]).collect();
-    let tickets = session.submit_all(&work)?;
-    host.unmap()?;
-    let snapshot = |bytes: &mut Vec<u8>| -> Result<()> {
-        bytes.resize(usize::try_from(host.len())?, 0);
-        Ok(host.read_at(0, bytes)?)
-    };
-    let (mut now, mut later) = (Vec::new(), Vec::new());
-    snapshot(&mut now)?;
-    let ended = outcomes(&session, &tickets)?;
-    snapshot(&mut later)?;
-    let known = ended.split(' ').all(|status| ["OK", "FAULT", "CANCELLED"].contains(&status));
-    let got = match (known, now == later) {
-        (false, _) => format!("work ended with {ended}"),
-        (true, false) => "written after UNMAP had answered".to_owned(),
-        (true, true) => "not written any more".to_owned(),
-    };
+    let len = bench.options.size.saturating_mul(2).min(bench.gpu.memory_free / 4);
+    let source = session.alloc(bench.gpu.number, len, Access::RW)?;
+    session.stream().fill(source.iova(), u64::MAX, len)?.wait()?;
+    let mut got = "not written any more".to_owned();
+    let mut address = 0;
+    for _ in 0..UNMAP_ROUNDS {
+        let mut host = session.map(len, Access::RW)?;
+        address = host.iova();
+        // A stream of its own each time: the copies that come after UNMAP put it into error.
+        let copy = session.stream().by(bench.gpu.number).copy_work(address, source.iova(), len);
+        let tickets = session.submit_all(&[copy, copy])?;
+        await_first_byte(&session, &host)?;
+        host.unmap()?;
+        // Bytes go up from the first address on: a copy that still ran would reach the last ones after this.
+        host.write_at(len - 8, &[0; 8])?;
+        let ended = outcomes(&session, &tickets)?;
+        let mut last = [0; 8];
+        host.read_at(len - 8, &mut last)?;
+        if last != [0; 8] {
+            got = "written after UNMAP had answered".to_owned();
+        } else if !ended.split(' ').all(|status| ["OK", "FAULT", "CANCELLED"].contains(&status)) {
+            got = format!("work ended with {ended}");
+        }
+    }
     let quiet = Row::new(name, "not written any more", got);
-    let after = session.stream().by(gpu);
-    let expected = Refusal {
-        status: Status::Fault,
-        reason: FaultReason::Mapping,
-        address: host.iova(),
-        access: Access::WRITE,
-        accessor: gpu,
-    };
-    let used = refused(&format!("{name}/after"), &session, after.fill_work(host.iova(), 1, 8), &expected)?;
-    Ok(vec![quiet, used])
+    let gpu = bench.gpu.number;
+    let expected =
+        Refusal { status: Status::Fault, reason: FaultReason::Mapping, address, access: Access::WRITE, accessor: gpu };
+    let after = session.stream().by(gpu).fill_work(address, 1, 8);
+    Ok(vec![quiet, refused(&format!("{name}/after"), &session, after, &expected)?])
+}
+
+/// Waits until a copy has begun to write into zeroed memory.
+fn await_first_byte(session: &Session, host: &HostBuffer) -> Result<()> {
+    let deadline = session.patience();
+    let mut first = [0; 1];
+    while first == [0] {
+        ensure!(Instant::now() < deadline, "The copy did not begin in time");
+        std::thread::yield_now();
+        host.read_at(0, &mut first)?;
+    }
+    Ok(())
 }
 
 /// More work than a stream has credits for: what is too much ends as BUSY, and everything taken completes exactly once.

@@ -129,7 +129,7 @@ const MUTATIONS: &[Mutation] = &[
         to: "",
     },
     Mutation {
-        name: "path: the completion claims the direct one",
+        name: "path: a direct transfer is planned as staged",
         file: "vdev/device/src/plan.rs",
         from: "(_, reason) => plan = Self::Direct { reason },",
         to: "(_, reason) => plan = Self::Staged { reason },",
