@@ -207,7 +207,7 @@ pub(crate) fn faults(reply: &FaultsReply) -> String {
         .collect();
     let headings = [
         "TIME", "TENANT", "ACCESSOR", "OWNER", "ACCESS", ">ADDRESS", "REASON", "STATUS", ">SESSION", ">DOMAIN",
-        ">STREAM", ">COOKIE",
+        ">STREAM", ">COOKIE", ">VALUE",
     ];
     let mut text = if rows.is_empty() { String::new() } else { table(&headings, &rows) + "\n" };
     for totals in &reply.tenants {
