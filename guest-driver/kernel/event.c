@@ -12,22 +12,6 @@
 #include "peergate_internal.h"
 
 /**
- * pg_events_alloc() - Make the buffers of the event queue.
- * @dev: the device, with its queues
- *
- * Context: Process context, sleeps.
- * Return: 0 or -ENOMEM.
- */
-int pg_events_alloc(struct pg_device *dev)
-{
-	struct virtqueue *vq = dev->queues[VIRTIO_PEERGATE_VQ_EVENT].vq;
-
-	dev->event_count = min(PG_EVENT_BUFFERS, virtqueue_get_vring_size(vq));
-	dev->events = kzalloc_objs(*dev->events, dev->event_count);
-	return dev->events ? 0 : -ENOMEM;
-}
-
-/**
  * pg_event_post() - Give the device a buffer for an event.
  * @queue: the event queue
  * @event: the buffer
@@ -45,7 +29,7 @@ static void pg_event_post(struct pg_queue *queue, struct virtio_peergate_event *
 }
 
 /**
- * pg_events_post() - Give the device all buffers.
+ * pg_events_post() - Give the device as many buffers as the queue holds.
  * @dev: the device, ready
  *
  * Context: Process context. Takes the event queue's lock.
@@ -53,10 +37,11 @@ static void pg_event_post(struct pg_queue *queue, struct virtio_peergate_event *
 void pg_events_post(struct pg_device *dev)
 {
 	struct pg_queue *queue = &dev->queues[VIRTIO_PEERGATE_VQ_EVENT];
-	unsigned int i;
+	unsigned int i, count;
 
 	spin_lock_irq(&queue->lock);
-	for (i = 0; i < dev->event_count; i++)
+	count = min(PG_EVENT_BUFFERS, virtqueue_get_vring_size(queue->vq));
+	for (i = 0; i < count; i++)
 		pg_event_post(queue, &dev->events[i]);
 	virtqueue_kick(queue->vq);
 	spin_unlock_irq(&queue->lock);

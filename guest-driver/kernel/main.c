@@ -107,6 +107,10 @@ static int pg_check(struct virtio_device *vdev, struct virtio_peergate_config *c
 		dev_err(&vdev->dev, "device does not offer VERSION_1\n");
 		return -ENODEV;
 	}
+	if (!virtio_has_feature(vdev, VIRTIO_RING_F_INDIRECT_DESC)) {
+		dev_err(&vdev->dev, "device does not offer INDIRECT_DESC\n");
+		return -ENODEV;
+	}
 	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM)) {
 		dev_err(&vdev->dev,
 			"device wants translated addresses (ACCESS_PLATFORM); turn iommu_platform off\n");
@@ -162,18 +166,12 @@ static int pg_find_queues(struct pg_device *dev)
 
 	ret = virtio_find_vqs(dev->vdev, dev->queue_count, vqs, info, NULL);
 	if (ret) {
-		dev_err(&dev->vdev->dev, "the VMM does not provide the device's %u queues: %d\n",
+		dev_err(&dev->vdev->dev, "cannot set up %u queues (does the VMM provide as many?): %d\n",
 			dev->queue_count, ret);
 		goto out;
 	}
 	for (i = 0; i < dev->queue_count; i++)
 		dev->queues[i].vq = vqs[i];
-	if (!virtio_has_feature(dev->vdev, VIRTIO_RING_F_INDIRECT_DESC) &&
-	    virtqueue_get_vring_size(vqs[VIRTIO_PEERGATE_VQ_CONTROL]) < PG_MAX_SG) {
-		dev_err(&dev->vdev->dev, "control queue is too short and INDIRECT_DESC not offered\n");
-		dev->vdev->config->del_vqs(dev->vdev);
-		ret = -ENODEV;
-	}
 out:
 	kfree(vqs);
 	kfree(info);
@@ -225,7 +223,8 @@ static struct pg_device *pg_device_alloc(struct virtio_device *vdev,
 	ret = -ENOMEM;
 	dev->queues = kzalloc_objs(*dev->queues, dev->queue_count);
 	dev->endpoints = kzalloc_objs(*dev->endpoints, dev->endpoint_count);
-	if (!dev->queues || !dev->endpoints)
+	dev->events = kzalloc_objs(*dev->events, PG_EVENT_BUFFERS);
+	if (!dev->queues || !dev->endpoints || !dev->events)
 		goto err_put;
 	for (i = 0; i < dev->queue_count; i++) {
 		dev->queues[i].dev = dev;
@@ -303,12 +302,7 @@ static int pg_probe(struct virtio_device *vdev)
 	vdev->priv = dev;
 	ret = pg_find_queues(dev);
 	if (ret)
-		goto err_put;
-	ret = pg_events_alloc(dev);
-	if (ret) {
-		vdev->config->del_vqs(vdev);
-		goto err_put;
-	}
+		goto err_reset;
 	dev->interrupt = pg_interrupt_kind(vdev);
 	virtio_device_ready(vdev);
 	pg_events_post(dev);
@@ -327,6 +321,10 @@ static int pg_probe(struct virtio_device *vdev)
 		 dev->interrupt == PEERGATE_INTERRUPT_MSIX ? "MSI-X" : "INTx");
 	return 0;
 
+err_reset:
+	/* Queues that were set up before one failed are only let go by a reset. */
+	virtio_reset_device(vdev);
+	goto err_put;
 err_stop:
 	pg_stop(dev);
 err_put:

@@ -111,7 +111,6 @@ struct pg_queue {
  * @stranded: files whose DETACH the device refused; guarded by the control
  *	queue's lock
  * @events: buffers of the event queue
- * @event_count: how many of them are in use
  * @files: by domain; xa_lock also covers delivery of events
  * @next_domain: where to look for a free domain
  * @domains: domains in use
@@ -149,7 +148,6 @@ struct pg_device {
 	struct list_head stranded;
 
 	struct virtio_peergate_event *events;
-	unsigned int event_count;
 
 	struct xarray files;
 	u32 next_domain;
@@ -481,7 +479,6 @@ void pg_ring_unreserve(struct pg_ring *ring, u32 count);
 int pg_wait(struct pg_file *file, void *data);
 
 /* event.c */
-int pg_events_alloc(struct pg_device *dev);
 void pg_events_post(struct pg_device *dev);
 void pg_event_done(struct virtqueue *vq);
 bool pg_event_pop(struct pg_file *file, struct peergate_event *event);
