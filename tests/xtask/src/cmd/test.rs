@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
+use xtask::demo::programs::target_dir;
 use xtask::demo::{self, Rows};
 use xtask::kit::Kit;
 
@@ -27,6 +28,7 @@ pub(crate) fn run(args: TestArgs) -> Result<()> {
         module(&mut steps, kit);
     }
     steps.run("tests", || must(cargo(&["test", "--quiet", "--workspace", "--no-fail-fast"])));
+    steps.run("loom models of the IOMMU", loom);
     steps.run("the demo without a VM", || check(&demo::without_vm(None, &mut |_| {})?));
     if let Some(kit) = &kit {
         steps.run("the guest: self-test and driver tests", || check(&demo::guest_tests(kit, &mut |_| {})?));
@@ -44,6 +46,13 @@ fn module(steps: &mut Steps, kit: &Kit) {
     let out = checkout().join("target/guest-module");
     steps.run("kernel module, W=1", || kit.build_module(&source, &[&headers], &out));
     steps.run("kernel module, sparse", || kit.sparse(&source, &[&headers]));
+}
+
+/// Every interleaving of a few threads on the pin protocol, in a target directory of its own: the flag would rebuild everything else.
+fn loom() -> Result<()> {
+    let mut command = cargo(&["test", "--quiet", "--release", "--package", "iommu_core", "--test", "loom"]);
+    command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", target_dir().join("loom"));
+    must(command)
 }
 
 /// Prints the rows, and fails if one is not as expected.
