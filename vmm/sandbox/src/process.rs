@@ -48,3 +48,14 @@ pub fn forbid_core_dumps() -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     Ok(())
 }
+
+/// Has the allocator work from its main arena alone. With more of them glibc reads files, now and then, from whatever thread happens to allocate or
+/// free: how many processors there are, and the kernel's overcommit mode (glibc 2.36, malloc/arena.c: `arena_get2`, `shrink_heap`). No confined
+/// thread may open files. Threads keep their own caches, so the arena's lock is no bottleneck.
+pub(crate) fn use_one_arena() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: sets a number within the allocator, under the allocator's own lock.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}

@@ -64,7 +64,9 @@ pub fn run(kit: &Kit, programs: &Programs, module: &Path, daemon: &Daemon, plan:
         ControlFlow::Continue(())
     });
     let text = fs::read(&results).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-    let outcome = outcome.with_context(|| format!("The guest's results so far:\n{text}"))?;
+    let outcome = outcome.with_context(|| {
+        format!("peergated's log:\n{}\nThe guest's results so far:\n{text}", daemon.log().join("\n"))
+    })?;
     eprintln!("the guest ran {:.1} s", outcome.wall.as_secs_f64());
     read_results(&text, plan, rows).with_context(|| format!("The guest's console:\n{}", console.join("\n")))
 }
