@@ -47,12 +47,26 @@ static void pg_device_release(struct device *dev)
 {
 	struct pg_device *pg = container_of(dev, struct pg_device, dev);
 
-	ida_free(&pg_minors, MINOR(dev->devt));
 	xa_destroy(&pg->files);
 	kfree(pg->endpoints);
 	kfree(pg->events);
 	kfree(pg->queues);
 	kfree(pg);
+}
+
+/**
+ * pg_device_put() - Give a device's number back, and the probe's reference.
+ * @dev: the device, not to be found by its number any more
+ *
+ * Files that are still open keep the object, but not the number: the device may
+ * come back under its name.
+ *
+ * Context: Process context.
+ */
+static void pg_device_put(struct pg_device *dev)
+{
+	ida_free(&pg_minors, MINOR(dev->dev.devt));
+	put_device(&dev->dev);
 }
 
 /**
@@ -233,7 +247,7 @@ static struct pg_device *pg_device_alloc(struct virtio_device *vdev,
 	return dev;
 
 err_put:
-	put_device(&dev->dev);
+	pg_device_put(dev);
 	return ERR_PTR(ret);
 }
 
@@ -329,7 +343,7 @@ err_stop:
 	pg_stop(dev);
 err_put:
 	vdev->priv = NULL;
-	put_device(&dev->dev);
+	pg_device_put(dev);
 	return ret;
 }
 
@@ -345,7 +359,7 @@ static void pg_remove(struct virtio_device *vdev)
 
 	cdev_device_del(&dev->cdev, &dev->dev);
 	pg_stop(dev);
-	put_device(&dev->dev);
+	pg_device_put(dev);
 }
 
 /**
