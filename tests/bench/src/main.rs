@@ -8,6 +8,7 @@
 //!
 //! Not here: the daemon, sandbox, simulated links.
 
+mod control;
 mod cpu;
 mod device;
 mod iommu;
@@ -39,6 +40,7 @@ fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let mut report = Report::new(args.json, args.samples, args.millis, args.only);
     iommu::run(&mut report)?;
+    control::run(&mut report)?;
     device::run(&mut report)?;
     report.finish();
     Ok(())

@@ -128,6 +128,13 @@ fn sim_device(ram: &GuestRam, observer: Arc<dyn Observer>) -> Result<Arc<Device>
         max_batch: 8,
         ..Limits::default()
     };
-    let spec = DeviceSpec { endpoints, limits, reach: Reach::all(), session: 1, submit_queues: 1 };
+    let spec = DeviceSpec {
+        linger: std::time::Duration::ZERO,
+        endpoints,
+        limits,
+        reach: Reach::all(),
+        session: 1,
+        submit_queues: 1,
+    };
     Ok(Device::new(spec, Arc::new(engine), memory, observer)?)
 }

@@ -127,6 +127,7 @@ pub fn host_device(options: &RigOptions, observer: Arc<dyn Observer>) -> Result<
     }
     let engine: Arc<dyn DmaEngine> = Arc::new(HostEngine::new(Arc::clone(&memory) as Arc<dyn Memory>));
     let spec = DeviceSpec {
+        linger: DeviceSpec::LINGER,
         endpoints: options.endpoints.clone(),
         limits: options.limits.clone(),
         reach: options.reach.clone(),

@@ -48,6 +48,8 @@ pub(crate) struct Submission {
     works: Vec<(Tag, Result<Work, RequestError>)>,
     /// Records of `works`; those not written in this turn stay pending.
     records: Vec<Completion>,
+    /// Since when there has been nothing to take; `None` while chains come.
+    idle_since: Option<Instant>,
 }
 
 /// One chain that was taken in this turn.
@@ -82,7 +84,7 @@ impl Run<'_> {
 impl Submission {
     pub(crate) fn new() -> Self {
         let (bytes, chains, works, records) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { turn: Turn::new(), bytes, chains, works, records }
+        Self { turn: Turn::new(), bytes, chains, works, records, idle_since: None }
     }
 }
 
@@ -134,10 +136,13 @@ impl Device {
                 port.give_back(queue, mem, popped.head, len);
                 used = true;
             }
-            // Idle only if nothing was taken: while chains come, nobody needs to be woken for them.
-            more = taken > 0 || port.rest(queue, mem);
+            // While chains come, and for a little longer, nobody needs to be woken for them.
+            let idle = state.turn.now.saturating_duration_since(state.idle_since.unwrap_or(state.turn.now));
+            let lingers = taken > 0 || idle < self.spec.linger;
+            more = if lingers { port.taking() } else { port.rest(queue, mem) };
             used
         });
+        state.idle_since = if taken > 0 { None } else { state.idle_since.or(Some(state.turn.now)) };
         state.turn.tally.add(Counter::Chains, taken);
         state.records.clear();
         state.records.resize(state.works.len(), pending());

@@ -128,6 +128,7 @@ pub fn endpoint(id: EndpointId, kind: EndpointKind, registers_len: u64) -> Endpo
 
 pub fn spec() -> DeviceSpec {
     DeviceSpec {
+        linger: std::time::Duration::ZERO,
         endpoints: vec![
             endpoint(GPU, EndpointKind::Gpu, 0),
             endpoint(FPGA, EndpointKind::Fpga, PAGE),

@@ -58,6 +58,7 @@ pub(crate) fn build(
             .context("Cannot start the engines")?,
     );
     let spec = DeviceSpec {
+        linger: DeviceSpec::LINGER,
         endpoints: specs,
         limits: limits(&setup.limits),
         reach: reach(setup),
