@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use seccompiler::{BpfProgram, TargetArch, apply_filter, compile_from_json};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// What a thread does, and so which system calls it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -144,7 +144,7 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Compiles the filters of every class, and has the allocator do without files; takes about a millisecond. With [`Mode::Off`] there is nothing
+    /// Compiles the filters of every class for this process (not one that it forks), and has the allocator do without files; takes about a millisecond. With [`Mode::Off`] there is nothing
     /// to apply.
     pub fn new(mode: Mode) -> Result<Self, SandboxError> {
         if mode == Mode::Off {
@@ -185,6 +185,7 @@ fn compile(class: Class, mode: Mode) -> Result<Vec<BpfProgram>, SandboxError> {
 fn merged(class: Class, mode: Mode) -> serde_json::Result<Value> {
     let common: Value = serde_json::from_str(COMMON)?;
     let mut filters: Value = serde_json::from_str(class.source())?;
+    let pid = std::process::id();
     let own = &mut filters[class.name()];
     if mode == Mode::Log {
         own["mismatch_action"] = "log".into();
@@ -193,6 +194,11 @@ fn merged(class: Class, mode: Mode) -> serde_json::Result<Value> {
         let more: Vec<_> =
             more.iter().filter(|rule| !rules.iter().any(|own| own["syscall"] == rule["syscall"])).cloned().collect();
         rules.extend(more);
+        // Whom abort() signals is known only here: this process, and none of its user's others.
+        let signals = rules.iter_mut().filter(|rule| rule["syscall"] == "tgkill");
+        for args in signals.filter_map(|rule| rule.get_mut("args")?.as_array_mut()) {
+            args.push(json!({ "index": 0, "type": "dword", "op": "eq", "val": pid }));
+        }
     }
     Ok(filters)
 }

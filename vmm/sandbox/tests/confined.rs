@@ -58,6 +58,7 @@ fn cases(case: &str, class: Class, sandbox: &Sandbox) {
         "thread" => attempt(class, sandbox, || drop(std::thread::spawn(|| ()).join())),
         "execute" => attempt(class, sandbox, || assert!(anonymous(ProtFlags::READ | ProtFlags::EXEC).is_ok())),
         "kill" => attempt(class, sandbox, || assert!(kill_process(Pid::INIT, Signal::TERM).is_ok())),
+        "abort-another" => attempt(class, sandbox, abort_another),
         other => panic!("no case {other}"),
     }
 }
@@ -137,6 +138,12 @@ fn everyday() {
     eprintln!("{:?}", SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap());
 }
 
+fn abort_another() {
+    // SAFETY: no process has such a number.
+    let outcome = unsafe { libc::syscall(libc::SYS_tgkill, i32::MAX, i32::MAX, libc::SIGABRT) };
+    assert_eq!(outcome, -1);
+}
+
 fn anonymous(prot: ProtFlags) -> rustix::io::Result<()> {
     // SAFETY: a fresh mapping, at a place the kernel chooses.
     let at = unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, prot, MapFlags::PRIVATE) }?;
@@ -181,7 +188,7 @@ fn an_abort_still_looks_like_one() {
 fn what_a_class_does_not_need_ends_the_process() {
     let threads = [Class::Connection, Class::Queue, Class::Timekeeper];
     for class in [Class::Worker].into_iter().chain(threads) {
-        for case in ["open", "socket", "inet", "process", "execute", "kill"] {
+        for case in ["open", "socket", "inet", "process", "execute", "kill", "abort-another"] {
             assert_eq!(confined(class, Mode::Enforce, case).signal(), Some(libc::SIGSYS), "{case} by {class:?}");
         }
     }
