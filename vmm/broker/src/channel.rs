@@ -24,6 +24,10 @@ pub const MAX_FDS: usize = 64;
 
 /// A value that travels together with descriptors.
 pub trait Message: Serialize + DeserializeOwned {
+    /// Whether such a message can have descriptors. If not, the kernel drops those that come with it: they never become the receiver's, whom
+    /// closing a hostile one (a file of a file system in user space) would hold up.
+    const HAS_FDS: bool;
+
     /// How many descriptors belong to it.
     fn fds(&self) -> usize;
 }
@@ -47,6 +51,9 @@ pub enum ChannelError {
     /// The message has more descriptors than [`MAX_FDS`], or some were lost on the way.
     #[error("The message has more than {max} descriptors, or the process has none left", max = MAX_FDS)]
     TooManyFds,
+    /// The message has descriptors, but its kind has none.
+    #[error("The message has descriptors, and must not")]
+    UnwantedFds,
     /// The payload is not a message.
     #[error("The message is malformed")]
     Malformed {
@@ -134,7 +141,7 @@ impl Channel {
     pub fn receive<M: Message>(&self) -> Result<Option<(M, Vec<OwnedFd>)>, ChannelError> {
         let mut payload = vec![0; MAX_PAYLOAD];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut control = RecvAncillaryBuffer::new(if M::HAS_FDS { &mut space[..] } else { &mut [] });
         let received = loop {
             let mut parts = [IoSliceMut::new(&mut payload)];
             match recvmsg(&self.socket, &mut parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
@@ -156,7 +163,7 @@ impl Channel {
             return Err(ChannelError::TooLong);
         }
         if received.flags.contains(ReturnFlags::CTRUNC) {
-            return Err(ChannelError::TooManyFds);
+            return Err(if M::HAS_FDS { ChannelError::TooManyFds } else { ChannelError::UnwantedFds });
         }
         if received.bytes == 0 {
             return Ok(None);

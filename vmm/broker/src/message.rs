@@ -192,6 +192,8 @@ impl SetupFds {
 }
 
 impl Message for ToWorker {
+    const HAS_FDS: bool = true;
+
     fn fds(&self) -> usize {
         match self {
             Self::Setup(setup) => FIXED_FDS + setup.endpoints.len(),
@@ -201,6 +203,8 @@ impl Message for ToWorker {
 }
 
 impl Message for ToSupervisor {
+    const HAS_FDS: bool = false;
+
     fn fds(&self) -> usize {
         0
     }

@@ -131,12 +131,13 @@ fn hostile_packets_are_errors_that_leave_no_descriptor_behind() {
         supervisor.receive::<ToSupervisor>().unwrap_err()
     };
     assert!(matches!(failure(&vec![b' '; MAX_PAYLOAD + 1], 0), ChannelError::TooLong));
-    assert!(matches!(failure(br#"{"ready":{}}"#, MAX_FDS + 9), ChannelError::TooManyFds));
-    assert!(matches!(failure(br#"{"ready":{}}"#, 1), ChannelError::Fds { wanted: 0, actual: 1 }));
+    assert!(matches!(failure(br#"{"ready":{}}"#, MAX_FDS + 9), ChannelError::UnwantedFds));
+    assert!(matches!(failure(br#"{"ready":{}}"#, 1), ChannelError::UnwantedFds));
     for garbage in
         [&b"\0"[..], b"{", b"[]", b"{\"ready\":{}", br#"{"ready":{}} x"#, br#"{"ready":{"x":1}}"#, b"\xff\xfe"]
     {
-        assert!(matches!(failure(garbage, 2), ChannelError::Malformed { .. }), "{garbage:?}");
+        assert!(matches!(failure(garbage, 2), ChannelError::UnwantedFds), "{garbage:?}");
+        assert!(matches!(failure(garbage, 0), ChannelError::Malformed { .. }), "{garbage:?}");
     }
     assert!(matches!(failure(&"[".repeat(MAX_PAYLOAD).into_bytes(), 0), ChannelError::Malformed { .. }));
     drop(fd);
@@ -144,6 +145,14 @@ fn hostile_packets_are_errors_that_leave_no_descriptor_behind() {
 
     worker.send(&ToSupervisor::Ready {}, &[]).unwrap();
     assert!(supervisor.receive::<ToSupervisor>().unwrap().is_some(), "the channel goes on");
+}
+
+#[test]
+fn more_descriptors_than_a_setup_can_have_are_refused() {
+    let (supervisor, worker) = Channel::pair().unwrap();
+    let fd = null();
+    send_raw(&supervisor, br#"{"shutdown":{}}"#, &vec![fd.as_fd(); MAX_FDS + 9]);
+    assert!(matches!(worker.receive::<ToWorker>(), Err(ChannelError::TooManyFds)));
 }
 
 #[test]
