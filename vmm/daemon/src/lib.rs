@@ -9,6 +9,7 @@
 
 pub mod cli;
 pub mod config;
+mod log;
 pub mod peergated;
 mod supervisor;
 mod worker;

@@ -2,22 +2,17 @@
 //!
 //! Not here: what either does.
 
-use std::fmt;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::{Parser, Subcommand};
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::FmtContext;
-use tracing_subscriber::fmt::format::{Format, FormatEvent, FormatFields, Writer};
-use tracing_subscriber::registry::LookupSpan;
 
 use crate::config::quantity::size;
 use crate::config::{Config, DEFAULT};
 use crate::worker::WorkerArgs;
-use crate::{supervisor, worker};
+use crate::{log, supervisor, worker};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -63,6 +58,8 @@ enum Failure {
     Usage(anyhow::Error),
     /// Everything else.
     Failed(anyhow::Error),
+    /// A worker's, which its supervisor says.
+    Told,
 }
 
 /// The whole program.
@@ -71,6 +68,7 @@ pub fn main() -> ExitCode {
         Ok(()) => return ExitCode::SUCCESS,
         Err(Failure::Usage(error)) => (2, error),
         Err(Failure::Failed(error)) => (1, error),
+        Err(Failure::Told) => return ExitCode::FAILURE,
     };
     // Nothing is left to tell if even this fails.
     let _ = writeln!(io::stderr(), "peergated: {error:#}");
@@ -79,20 +77,25 @@ pub fn main() -> ExitCode {
 
 fn run(mut cli: Cli) -> Result<(), Failure> {
     if let Some(Role::Worker(args)) = cli.role.take() {
-        start_log(&args.log, Some(&args.tenant)).map_err(Failure::Usage)?;
-        return worker::run(&args).map_err(Failure::Failed);
+        log::start(&args.log, Some(&args.tenant)).map_err(Failure::Usage)?;
+        return match worker::run(&args) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(Failure::Told),
+            Err(error) => Err(Failure::Failed(error)),
+        };
     }
     if cli.print_default_config {
         return print(DEFAULT).map_err(Failure::Failed);
     }
     let mut config = Config::load(&cli.config).map_err(|error| Failure::Usage(error.into()))?;
     if let Some(log) = cli.log {
+        log::filter(&log).context("--log").map_err(Failure::Usage)?;
         config.daemon.log = log;
     }
     if cli.check {
         return print(&summary(&cli.config, &config)).map_err(Failure::Failed);
     }
-    start_log(&config.daemon.log, None).map_err(Failure::Usage)?;
+    log::start(&config.daemon.log, None).map_err(Failure::Usage)?;
     supervisor::run(config).map_err(Failure::Failed)
 }
 
@@ -112,41 +115,4 @@ fn summary(path: &std::path::Path, config: &Config) -> String {
         text += &format!("tenant {}: {} at {}\n", tenant.name, slices.join(", "), tenant.socket.display());
     }
     text
-}
-
-/// Log lines go to stderr; those of a worker begin with whose it is.
-fn start_log(filter: &str, tenant: Option<&str>) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(filter)
-        .with_context(|| format!("{filter:?} is no log filter; write a level such as \"info\""))?;
-    let event_format =
-        Tagged { tag: tenant.map(|tenant| format!("[{tenant}] ")).unwrap_or_default(), format: Format::default() };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
-        .event_format(event_format)
-        .try_init()
-        .map_err(|error| anyhow::anyhow!("Cannot start the log: {error}"))
-}
-
-/// The usual format behind a tag.
-struct Tagged {
-    tag: String,
-    format: Format,
-}
-
-impl<S, N> FormatEvent<S, N> for Tagged
-where
-    S: tracing::Subscriber + for<'a> LookupSpan<'a>,
-    N: for<'a> FormatFields<'a> + 'static,
-{
-    fn format_event(
-        &self,
-        context: &FmtContext<'_, S, N>,
-        mut writer: Writer<'_>,
-        event: &tracing::Event<'_>,
-    ) -> fmt::Result {
-        writer.write_str(&self.tag)?;
-        self.format.format_event(context, writer, event)
-    }
 }

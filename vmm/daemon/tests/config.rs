@@ -355,7 +355,10 @@ fn files_that_are_no_configuration_are_refused() {
     let no_slice = BASE.split("[[tenant.slice]]").next().unwrap();
     assert_eq!(parse(no_slice).unwrap_err(), "t.toml:14: Tenant \"vm0\" has 0 [[tenant.slice]]; write 1 to 32");
     let missing = Config::load(Path::new("/nowhere.toml")).unwrap_err();
-    assert_eq!(missing.to_string(), "Cannot read the configuration /nowhere.toml");
+    assert_eq!(
+        missing.to_string(),
+        "Cannot read the configuration /nowhere.toml; name another with --config, or make one with --print-default-config"
+    );
 }
 
 proptest::proptest! {

@@ -4,13 +4,15 @@
 mod common;
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::AsRawFd;
+use std::io::{BufRead, BufReader, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use rustix::process::Signal;
 use vhost::VhostBackend;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
@@ -135,6 +137,44 @@ fn a_vmm_that_connects_is_served_and_its_going_begins_the_next_session() {
     assert!(!log.contains("ERROR"), "{log}");
 }
 
+/// A vhost-user message without flags but its version.
+fn message(request: u32, payload: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(payload.len()).unwrap();
+    [&request.to_le_bytes()[..], &1_u32.to_le_bytes(), &len.to_le_bytes(), payload].concat()
+}
+
+#[test]
+fn a_vmm_that_breaks_the_protocol_is_told_of_in_one_line() {
+    let daemon = Daemon::start();
+    let mut vmm = UnixStream::connect(daemon.runtime_dir().join("vm0.sock")).unwrap();
+    vmm.write_all(&[0xff; 64]).unwrap();
+    daemon.wait_for(|status| status.tenants[0].failures == 1);
+    let log = daemon.log();
+    assert_eq!(log.matches("The front-end was disconnected").count(), 1, "{log}");
+    assert!(log.contains("exit status: 1, because \"The front-end was disconnected: "), "{log}");
+}
+
+#[test]
+fn a_vmm_cannot_flood_the_log() {
+    const SET_OWNER: u32 = 3;
+    const SET_VRING_CALL: u32 = 13;
+    let daemon = Daemon::start();
+    let mut vmm = UnixStream::connect(daemon.runtime_dir().join("vm0.sock")).unwrap();
+    vmm.write_all(&message(SET_OWNER, &[])).unwrap();
+    let (no_counter, call) = (fs::File::open("/dev/null").unwrap(), message(SET_VRING_CALL, &[0; 8]));
+    for _ in 0..2000 {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = [no_counter.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+        assert_eq!(sendmsg(&vmm, &[IoSlice::new(&call)], &mut control, SendFlags::empty()).unwrap(), call.len());
+    }
+    drop(vmm);
+    daemon.wait_for(|status| status.tenants[0].session == 2);
+    let lines = daemon.log().matches("not an eventfd").count();
+    assert!((1..100).contains(&lines), "{lines} lines");
+}
+
 #[test]
 fn every_thread_of_a_worker_is_confined_and_holds_its_own_tenants_slices_only() {
     // As a process that allows core dumps, so that this test needs no privileges to look.
@@ -232,13 +272,14 @@ fn a_wrong_configuration_or_command_line_is_exit_status_2() {
     }
     assert!(!dir.path().join("run").exists());
     write_config(dir.path(), "", CONFIG);
-    for args in [["--log", "=x="], ["--colour", "red"]] {
+    for args in [["--log", "=x="], ["--log", "loud"], ["--colour", "red"]] {
         assert_eq!(peergated(dir.path()).args(args).output().unwrap().status.code(), Some(2), "{args:?}");
     }
     let missing = peergated(Path::new("/nowhere")).output().unwrap();
     assert_eq!(missing.status.code(), Some(2));
     assert!(
-        stderr(&missing).starts_with("peergated: Cannot read the configuration /nowhere/config.toml: "),
+        stderr(&missing)
+            .starts_with("peergated: Cannot read the configuration /nowhere/config.toml; name another with --config"),
         "{}",
         stderr(&missing)
     );

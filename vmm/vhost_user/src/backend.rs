@@ -225,7 +225,6 @@ impl VhostUserBackend for Backend {
                 Ok(())
             }
             Err(error) => {
-                tracing::error!(%error, "The memory table is refused and the connection closed");
                 // The transport looks at ring indices by itself: it must not find the refused regions.
                 table.lock().unwrap_or_else(PoisonError::into_inner).replace(GuestMemoryMmap::new());
                 Err(error)

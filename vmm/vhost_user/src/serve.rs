@@ -94,7 +94,7 @@ pub enum ServeError {
         /// What the system said.
         source: io::Error,
     },
-    /// The front-end broke the protocol, or the memory it offered was refused; the log says which.
+    /// The front-end broke the protocol, or the memory it offered was refused.
     #[error("The front-end was disconnected: {reason}")]
     FrontEnd {
         /// What the transport said.
@@ -128,7 +128,7 @@ impl Hangup {
     /// Closes the connection; the first reason stays.
     pub(crate) fn hang_up(&self, reason: &'static str) {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        tracing::error!("{reason}; the connection is closed");
+        tracing::debug!("{reason}; closing the connection");
         state.reason.get_or_insert(reason);
         if let Some(handle) = &state.handle {
             handle.shutdown();
@@ -202,6 +202,10 @@ fn converse(
     match outcome {
         Ok(()) | Err(DaemonError::HandleRequest(ProtocolError::Disconnected | ProtocolError::PartialMessage)) => Ok(()),
         Err(DaemonError::WaitDaemon(panic)) => Err(ServeError::Panicked { panic: panic_text(&*panic).into() }),
+        // Its own words, without those of the layers between.
+        Err(DaemonError::HandleRequest(ProtocolError::ReqHandlerError(error))) => {
+            Err(ServeError::FrontEnd { reason: error.to_string() })
+        }
         Err(error) => Err(ServeError::FrontEnd { reason: error.to_string() }),
     }
 }

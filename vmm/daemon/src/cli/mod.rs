@@ -25,7 +25,7 @@ Examples:
   peergate attach demo --memory 4G         arguments for QEMU
   peergate attach demo --vmm cloud-hypervisor --json
 
-Exit status: 0 done; 1 the daemon cannot be reached or says no; 2 the command line is wrong.";
+Exit status: 0 done; 1 the daemon cannot be reached, or the daemon or the VMM cannot do that; 2 the command line is wrong.";
 
 /// Looks at a running peergated and tells how to attach a VM.
 #[derive(Debug, Parser)]

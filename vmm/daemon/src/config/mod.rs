@@ -170,12 +170,8 @@ impl Meaning<'_> {
                 .map_err(|error| self.source.invalid(*line, format!("runtime_dir is not a path: {error}")))?,
         };
         let log = typed.log.as_ref().map_or("info", |log| &log.value).to_owned();
-        if let Err(error) = tracing_subscriber::EnvFilter::try_new(&log) {
-            let line = typed.log.as_ref().map_or(1, |log| log.line);
-            return self.refuse(
-                line,
-                format!("log is {log:?}, which is no filter ({error}); write a level such as \"info\" or \"debug\""),
-            );
+        if let Err(error) = crate::log::filter(&log) {
+            return self.refuse(typed.log.as_ref().map_or(1, |log| log.line), format!("log: {error}"));
         }
         Ok(DaemonConfig {
             control: runtime_dir.join(typed.control.as_ref().map_or(CONTROL, |control| &control.value)),

@@ -15,7 +15,7 @@ use super::quantity::Kind;
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("Cannot read the configuration {}", path.display())]
+    #[error("Cannot read the configuration {}; name another with --config, or make one with --print-default-config", path.display())]
     Read {
         /// Which.
         path: PathBuf,

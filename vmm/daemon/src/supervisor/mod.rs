@@ -250,7 +250,7 @@ impl Supervisor {
         if let Some(channel) = &worker.channel {
             forget(ops, channel.as_fd());
         }
-        report(tenant, status);
+        report(tenant, worker.reason.as_deref(), status);
     }
 
     fn on_client(&mut self, number: u32, ops: &mut EventOps<'_>) {
@@ -288,10 +288,10 @@ impl MutEventSubscriber for Supervisor {
 }
 
 /// How a worker ended, for the log.
-fn report(tenant: &Tenant, status: ExitStatus) {
+fn report(tenant: &Tenant, reason: Option<&str>, status: ExitStatus) {
     let (name, session) = (tenant.config.name.as_str(), tenant.session);
     if matches!(tenant.stage, Stage::Over) {
-        tracing::debug!(tenant = name, session, "The worker has ended: {status}");
+        tracing::debug!(tenant = name, session, ?reason, "The worker has ended: {status}");
         return;
     }
     if status.success() {
@@ -307,7 +307,9 @@ fn report(tenant: &Tenant, status: ExitStatus) {
         Some(rustix::process::Signal::SYS) => "; it made a system call that is on no list, see the kernel's audit log",
         _ => "",
     };
-    tracing::error!(tenant = name, session, pause_ms, "The worker has failed: {status}{hint}");
+    // Quoted: whoever wrote it may be hostile.
+    let reason = reason.map(|reason| format!(", because {reason:?}")).unwrap_or_default();
+    tracing::error!(tenant = name, session, pause_ms, "The worker has failed: {status}{reason}{hint}");
 }
 
 fn add(ops: &mut EventOps<'_>, fd: BorrowedFd<'_>, data: u32) {

@@ -56,6 +56,8 @@ pub(crate) struct Worker {
     child: Child,
     started: Instant,
     messages: u32,
+    /// Why it fails, as it says.
+    pub(crate) reason: Option<String>,
     /// Readable once the process has ended.
     pub(crate) pidfd: OwnedFd,
     /// `None` once the worker has closed its end.
@@ -156,7 +158,9 @@ impl Tenant {
             Ok(pidfd)
         });
         match prepared {
-            Ok(pidfd) => Ok(Worker { child, started: Instant::now(), messages: 0, pidfd, channel: Some(ours) }),
+            Ok(pidfd) => {
+                Ok(Worker { child, started: Instant::now(), messages: 0, reason: None, pidfd, channel: Some(ours) })
+            }
             Err(error) => {
                 // A process that cannot be watched must not stay.
                 child.kill().and_then(|()| child.wait()).context("Cannot end a worker process")?;
@@ -196,9 +200,7 @@ impl Tenant {
                 match message {
                     ToSupervisor::Ready {} => tracing::debug!(tenant, "Worker ready"),
                     ToSupervisor::Failed { reason } => {
-                        // Quoted: whoever wrote it may be hostile.
-                        let reason: String = reason.chars().take(MAX_REASON).collect();
-                        tracing::error!(tenant, ?reason, "The worker fails");
+                        worker.reason = Some(reason.chars().take(MAX_REASON).collect());
                     }
                 }
                 return Heard::Message;
@@ -316,8 +318,14 @@ mod tests {
         ours.set_nonblocking().unwrap();
         let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let pidfd = pidfd(&child).unwrap();
-        tenant.stage =
-            Stage::Running(Worker { child, started: Instant::now(), messages: 0, pidfd, channel: Some(ours) });
+        tenant.stage = Stage::Running(Worker {
+            child,
+            started: Instant::now(),
+            messages: 0,
+            reason: None,
+            pidfd,
+            channel: Some(ours),
+        });
         (tenant, theirs)
     }
 

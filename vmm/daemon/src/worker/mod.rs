@@ -41,8 +41,8 @@ pub(crate) struct WorkerArgs {
     core_dumps: bool,
 }
 
-/// Serves one connection.
-pub(crate) fn run(args: &WorkerArgs) -> anyhow::Result<()> {
+/// Serves one connection. False if it failed and the supervisor knows why, who then says it.
+pub(crate) fn run(args: &WorkerArgs) -> anyhow::Result<bool> {
     Signals::unblock().context("Cannot unblock signals")?;
     process::follow_parent(args.parent)?;
     if !args.core_dumps {
@@ -51,17 +51,17 @@ pub(crate) fn run(args: &WorkerArgs) -> anyhow::Result<()> {
     let sandbox = Arc::new(Sandbox::new(args.seccomp)?);
     let channel = std::io::stdin().as_fd().try_clone_to_owned().context("There is no channel to a supervisor")?;
     let channel = Channel::from_fd(channel).context("Workers are started by peergated only")?;
-    let Some((setup, fds)) = receive_setup(&channel)? else { return Ok(()) };
+    let Some((setup, fds)) = receive_setup(&channel)? else { return Ok(true) };
     // Read from the kernel once and then remembered; later it would be a forbidden system call.
     let _ = rustix::param::page_size();
     let end = std::io::pipe().context("Cannot make a pipe")?;
     sandbox.apply(Class::Worker)?;
-    let result = work(&channel, &setup, fds, end, &sandbox);
-    if let Err(error) = &result {
-        // The supervisor may be gone; the log has it, too.
-        let _ = channel.send(&ToSupervisor::Failed { reason: format!("{error:#}") }, &[]);
+    let Err(error) = work(&channel, &setup, fds, end, &sandbox) else { return Ok(true) };
+    let reason = format!("{error:#}");
+    if channel.send(&ToSupervisor::Failed { reason }, &[]).is_err() {
+        return Err(error);
     }
-    result
+    Ok(false)
 }
 
 /// `None` if the supervisor has changed its mind.
