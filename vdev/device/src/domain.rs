@@ -33,8 +33,8 @@ pub(crate) struct Domain {
     closing: AtomicBool,
     /// Held by whatever has to end before the domain is gone.
     end: Mutex<Option<Arc<Finally>>>,
-    /// Let go when the domain is gone.
-    waiters: Mutex<Vec<Arc<Finally>>>,
+    /// Let go when the domain is gone; `None` from then on.
+    waiters: Mutex<Option<Vec<Arc<Finally>>>>,
     /// Held by every request that drains and is not answered yet.
     draining: Mutex<Arc<Finally>>,
 }
@@ -90,7 +90,7 @@ impl Device {
             streams: Mutex::default(),
             closing: AtomicBool::new(false),
             end: Mutex::new(Some(end)),
-            waiters: Mutex::default(),
+            waiters: Mutex::new(Some(Vec::new())),
             draining: Mutex::new(Finally::idle()),
         };
         lock(&self.domains).insert(id, Arc::new(domain));
@@ -141,7 +141,9 @@ impl Device {
 
     /// Ends a domain; `then` is let go when it is gone. A domain that ends already is only waited for.
     pub(crate) fn destroy(&self, turn: &mut Turn, domain: &Arc<Domain>, then: Arc<Finally>) {
-        lock(&domain.waiters).push(then);
+        // Who found the domain just before it was gone has nothing to wait for: nobody would come for what is left here.
+        let Some(()) = lock(&domain.waiters).as_mut().map(|waiters| waiters.push(Arc::clone(&then))) else { return };
+        drop(then);
         let waiting = {
             let mut streams = lock(&domain.streams);
             if domain.closing.swap(true, Ordering::AcqRel) {
@@ -183,7 +185,7 @@ impl Device {
         let domain = lock(&self.domains).remove(&id);
         self.gauges();
         if let Some(domain) = domain {
-            let waiters = std::mem::take(&mut *lock(&domain.waiters));
+            let waiters = lock(&domain.waiters).take();
             drop(waiters);
         }
     }
@@ -209,6 +211,43 @@ impl From<DetachError> for RequestError {
             DetachError::NotAttached { endpoint } => {
                 Self::Missing { what: "endpoint", value: u64::from(endpoint.to_raw()) }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DeviceSpec, Limits, Reach, Unobserved};
+    use hw_engine::{EndpointKind, EndpointSpec};
+    use hw_host::{HostEngine, HostMemory};
+    use std::time::Duration;
+
+    #[test]
+    fn whoever_ends_a_domain_that_is_gone_does_not_wait() {
+        let endpoint = EndpointSpec {
+            id: EndpointId::local(0),
+            kind: EndpointKind::Gpu,
+            name: "g".into(),
+            memory_len: 0,
+            registers_len: 0,
+            granularity: 0x1000,
+            engines: 1,
+        };
+        let (limits, reach, linger) = (Limits::default(), Reach::all(), Duration::ZERO);
+        let spec = DeviceSpec { endpoints: vec![endpoint], limits, reach, session: 1, submit_queues: 1, linger };
+        let memory = Arc::new(HostMemory::new());
+        let engine = Arc::new(HostEngine::new(memory.clone()));
+        let device = Device::new(spec, engine, memory, Arc::new(Unobserved)).expect("a sensible device");
+        device.attach(DomainId(1), EndpointId::local(0)).expect("within the limits");
+        // As a queue's thread remembers it, or HELLO has just found it.
+        let domain = device.domain(DomainId(1)).expect("attached");
+        let ends = Arc::new(Mutex::new(0));
+        let mut turn = Turn::new();
+        for done in 1..=2 {
+            let ends_here = Arc::clone(&ends);
+            device.destroy(&mut turn, &domain, Finally::new(move || *lock(&ends_here) += 1));
+            assert_eq!(*lock(&ends), done);
         }
     }
 }
