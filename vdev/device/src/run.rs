@@ -188,8 +188,9 @@ impl Device {
 
     /// Queues work that is not a guest's, which no limit concerns.
     pub(crate) fn enqueue(&self, domain: &Arc<Domain>, key: StreamKey, op: Op) {
-        self.flights.watch(op.deadline);
+        let deadline = op.deadline;
         let next = lock(&domain.streams).push(key, op);
+        self.flights.watch(deadline);
         if next == Next::More {
             self.ready.push(domain, key);
         }
@@ -244,9 +245,11 @@ impl Device {
                 op.issued = Some(issued);
                 turn.wake = true;
                 turn.changed = true;
-                self.flights.watch(op.deadline);
+                let deadline = op.deadline;
                 let flight = Flight { domain: Arc::clone(domain), key, op };
                 turn.landed.extend(self.flights.launch(job, flight));
+                // Afterwards: a timekeeper that found the deadline due before it could find the transfer would forget both.
+                self.flights.watch(deadline);
             }
             Went::Starved(issued) => {
                 op.issued = issued;
@@ -264,9 +267,10 @@ impl Device {
     }
 
     fn put_back(&self, turn: &mut Turn, domain: &Arc<Domain>, key: StreamKey, op: Op) {
-        turn.wake |= self.flights.watch(op.deadline);
-        turn.changed = true;
+        let deadline = op.deadline;
         lock(&domain.streams).put_back(key, op);
+        turn.wake |= self.flights.watch(deadline);
+        turn.changed = true;
     }
 
     /// An engine has ended something.
