@@ -184,10 +184,7 @@ impl Device {
         let Some(port) = self.port(index).filter(|port| port.taking()) else { return false };
         match &mut *state {
             QueueState::Control(control) => self.control_turn(&port, control),
-            QueueState::Event => {
-                self.events.deliver(&port);
-                false
-            }
+            QueueState::Event => self.events.deliver(&port),
             QueueState::Submission(submission) => self.submit_turn(&port, submission),
         }
     }

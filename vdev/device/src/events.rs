@@ -126,20 +126,25 @@ impl Events {
         Some(event)
     }
 
-    /// Moves waiting events into the driver's buffers, as far as those reach. A buffer that is malformed or too small goes back empty.
-    pub(crate) fn deliver(&self, port: &Port) {
+    /// Moves waiting events into the driver's buffers, as far as those reach. A buffer that is malformed or too small goes back empty. True if
+    /// there may be more to do at once; else the driver was asked to notify, or nothing waits.
+    pub(crate) fn deliver(&self, port: &Port) -> bool {
+        let mut more = false;
         port.access(|queue, mem| {
+            more = true;
             let mut used = false;
             let mut visit = Visit::new(queue, mem);
-            // More rounds than the ring has buffers: the driver may post new ones all the time.
-            for _ in 0..queue.size() {
+            // Bounded: the driver may post new buffers all the time.
+            for _ in 0..queue.size().max(1) {
                 if !self.are_waiting() {
+                    more = false;
                     break;
                 }
                 let Some(popped) = port.pop(queue, &mut visit) else {
                     if port.rest(queue, mem) {
                         continue;
                     }
+                    more = false;
                     break;
                 };
                 used = true;
@@ -152,5 +157,6 @@ impl Events {
             }
             used
         });
+        more
     }
 }

@@ -73,7 +73,7 @@ impl Device {
         if self.events.are_waiting()
             && let Some(port) = self.event_port()
         {
-            self.events.deliver(&port);
+            turn.wake |= self.events.deliver(&port);
         }
         turn.tally.flush(&*self.observer);
         if std::mem::take(&mut turn.changed) {

@@ -176,3 +176,18 @@ fn event_flood_of_one_turn_is_bounded() {
     assert_eq!(bed.seen.count_of(Counter::EventsDropped), 256);
     assert_eq!(bed.seen.faults.lock().unwrap().len(), 512, "the operator sees all");
 }
+
+#[test]
+fn more_events_than_buffers_ask_for_more_buffers() {
+    let mut bed = Bed::ready();
+    for cookie in 1..=70 {
+        fault(&mut bed, cookie);
+    }
+    bed.post_events(64);
+    while bed.device.drain(1) {}
+    assert!(bed.rings[1].wants_notice(), "else nobody would look at the next buffers");
+    assert_eq!(bed.take_events().len(), 64);
+    bed.post_events(6);
+    while bed.device.drain(1) {}
+    assert_eq!(bed.rings[1].take_used().len(), 6);
+}

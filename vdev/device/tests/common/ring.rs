@@ -151,6 +151,13 @@ impl DriverRing {
         used
     }
 
+    /// Whether the device asked to be notified of the next chain.
+    pub fn wants_notice(&self) -> bool {
+        let avail_event = self.used + 4 + 8 * u64::from(self.size);
+        let event: u16 = self.mem.load(GuestAddress(avail_event), Ordering::SeqCst).unwrap();
+        u16::from_le(event) == self.next_avail
+    }
+
     pub fn signals(&self) -> usize {
         self.ring.signals.load(Ordering::SeqCst)
     }
