@@ -30,6 +30,13 @@ struct Stream {
     count: usize,
 }
 
+impl Stream {
+    fn cancel_issued(&mut self, which: impl Fn(&Op) -> bool) -> usize {
+        let issued = self.queue.iter_mut().filter(|op| op.issued.is_some() && which(op));
+        issued.map(|op| op.aborted = op.aborted.or(Some(RequestError::Cancelled))).count()
+    }
+}
+
 /// Whether work may begin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Claim {
@@ -215,8 +222,14 @@ impl Streams {
     /// Marks work in a stream's queue that was issued and satisfies `which` as cancelled, and says how much that is.
     pub(crate) fn cancel_issued(&mut self, key: StreamKey, which: impl Fn(&Op) -> bool) -> usize {
         let Some(stream) = self.map.get_mut(&key) else { return 0 };
-        let issued = stream.queue.iter_mut().filter(|op| op.issued.is_some() && which(op));
-        issued.map(|op| op.aborted = op.aborted.or(Some(RequestError::Cancelled))).count()
+        stream.cancel_issued(which)
+    }
+
+    /// As [`Streams::cancel_issued`], of every stream.
+    pub(crate) fn cancel_all_issued(&mut self, which: impl Fn(&Op) -> bool) {
+        for stream in self.map.values_mut() {
+            stream.cancel_issued(&which);
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hw_engine::{Finished, Initiated, Raised};
-use vdev_wire::Status;
+use vdev_wire::{CONTROL_QUEUE, Status};
 
 use crate::RequestError;
 use crate::complete::finish;
@@ -172,21 +172,21 @@ impl Device {
     }
 
     /// Takes no more from a ring and lets its chains end: for two seconds by themselves, then what waits is cancelled and what runs is aborted.
-    /// Blocks until then; once it returns the ring is not touched any more.
+    /// Of the control queue, whose requests wait for work of the others, what runs in those is aborted. Blocks until then; once it returns the
+    /// ring is not touched any more.
     pub fn stop_queue(&self, index: u16) {
         let Some(port) = self.take_port(index) else { return };
-        let now = Instant::now();
-        let patience = now.checked_add(Self::STOP_PATIENCE).unwrap_or(now);
-        let mut cancelled = false;
+        let start = Instant::now();
         while !port.is_idle() {
             self.poll();
             self.wake();
-            if !cancelled && Instant::now() >= patience {
-                cancelled = true;
+            let waited = start.elapsed();
+            // Again and again: another thread may just have had some of it in its hands.
+            if waited >= Self::STOP_PATIENCE {
                 self.cancel_port(&port);
             }
-            // Control requests wait for jobs of other queues, which need not end now: they end in silence.
-            if cancelled && !self.has_work_of(&port) {
+            // Control requests wait for jobs of other queues, which an engine may keep: they end in silence.
+            if waited >= Self::STOP_PATIENCE.saturating_mul(2) && !self.has_work_of(&port) {
                 break;
             }
             port.wait_idle(GLANCE);
@@ -204,13 +204,18 @@ impl Device {
 
     fn cancel_port(&self, port: &Arc<Port>) {
         let mine = |op: &Op| matches!(&op.task, Task::Guest(guest) if guest.slot.came_through(port));
+        let running = |op: &Op| mine(op) || port.index == CONTROL_QUEUE && matches!(op.task, Task::Guest(_));
         let mut turn = lock(&self.timekeeper);
         let domains: Vec<_> = lock(&self.domains).values().map(Arc::clone).collect();
         for domain in domains {
-            let waiting = lock(&domain.streams).take_all_waiting(|_| true, mine);
+            let waiting = {
+                let mut streams = lock(&domain.streams);
+                streams.cancel_all_issued(running);
+                streams.take_all_waiting(|_| true, mine)
+            };
             self.cancel(&mut turn, waiting.into_iter().map(|(_, op)| op).collect(), RequestError::Cancelled);
         }
-        self.abort(|flight| mine(&flight.op), RequestError::Cancelled);
+        self.abort(|flight| running(&flight.op), RequestError::Cancelled);
         finish(&mut turn.done);
     }
 

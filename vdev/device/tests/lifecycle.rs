@@ -3,9 +3,11 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use common::*;
+use hw_host::HostEngine;
 use vdev_device::Gauge;
 use vdev_wire::{Opcode, Status};
 use zerocopy::IntoBytes;
@@ -54,9 +56,37 @@ fn queue_whose_work_does_not_end_is_cancelled_after_a_while() {
 }
 
 #[test]
+fn cut_work_that_a_full_engine_keeps_waiting_is_cancelled_too() {
+    let mut bed = Bed::build(spec(), |memory| Arc::new(HostEngine::new(memory)), 4096).prepared();
+    bed.engine.set(Mode::Hold);
+    let batch = bed.submit(1, &[fill(D, 3 * 4096, 1).timeout(20_000)]);
+    bed.drain();
+    bed.engine.set(Mode::Full);
+    bed.engine.release(0);
+    bed.drain();
+    bed.device.stop_queue(2);
+    assert!(bed.is_used(batch));
+    assert_eq!(bed.statuses(batch), [Some(Status::Cancelled)]);
+}
+
+#[test]
+fn control_queue_that_stops_loses_no_answer_of_work_that_can_be_aborted() {
+    let mut bed = Bed::ready();
+    bed.engine.set(Mode::Hold);
+    let batch = bed.submit(1, &[fill(D, 8, 1)]);
+    bed.drain();
+    let call = bed.start(Opcode::Unmap, 1, unmap(0, u64::MAX).as_bytes());
+    assert_eq!(bed.answer(call), None);
+    bed.device.stop_queue(0);
+    assert_eq!(bed.answer(call).expect("before the ring was left alone").status, Status::Ok);
+    assert_eq!(bed.statuses(batch), [Some(Status::Cancelled)]);
+}
+
+#[test]
 fn control_queue_stops_although_a_request_still_waits() {
     let mut bed = Bed::ready();
     bed.engine.set(Mode::Hold);
+    *bed.engine.abort_ends.lock().unwrap() = false;
     bed.submit(1, &[fill(D, 8, 1)]);
     bed.drain();
     let call = bed.start(Opcode::Unmap, 1, unmap(0, u64::MAX).as_bytes());
