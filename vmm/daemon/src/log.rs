@@ -39,6 +39,8 @@ pub(crate) fn start(text: &str, tenant: Option<&str>) -> anyhow::Result<()> {
     tracing_subscriber::fmt()
         .with_env_filter(filter(text)?)
         .with_writer(io::stderr)
+        // It would say so on standard error, and panic if that fails, too: a full disk or a reader that is gone must end nothing.
+        .log_internal_errors(false)
         .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
         .event_format(Lines {
             tag: tenant.map(|tenant| format!("[{tenant}] ")).unwrap_or_default(),

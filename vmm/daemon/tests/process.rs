@@ -137,6 +137,18 @@ fn a_vmm_that_connects_is_served_and_its_going_begins_the_next_session() {
     assert!(!log.contains("ERROR"), "{log}");
 }
 
+#[test]
+fn a_log_that_nobody_reads_any_more_ends_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), "", CONFIG);
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let daemon = Daemon::start_logging_to(dir, writer);
+    kill(daemon.tenant(0).worker_pid.unwrap(), Signal::KILL);
+    daemon.wait_for(|status| status.tenants[0].session == 2 && status.tenants[0].state == TenantState::Waiting);
+    daemon.end();
+}
+
 /// A vhost-user message without flags but its version.
 fn message(request: u32, payload: &[u8]) -> Vec<u8> {
     let len = u32::try_from(payload.len()).unwrap();

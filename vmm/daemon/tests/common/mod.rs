@@ -68,6 +68,11 @@ impl Daemon {
     /// Starts a daemon on a directory that has its configuration.
     pub(crate) fn start_in(dir: TempDir) -> Self {
         let log = fs::File::options().create(true).append(true).open(dir.path().join("log")).unwrap();
+        Self::start_logging_to(dir, log)
+    }
+
+    /// The same with its standard error elsewhere.
+    pub(crate) fn start_logging_to(dir: TempDir, log: impl Into<Stdio>) -> Self {
         let child = peergated(dir.path()).stdout(Stdio::null()).stderr(log).process_group(0).spawn().unwrap();
         let daemon = Self { dir, child };
         daemon.wait_for(|status| status.tenants.iter().all(|tenant| tenant.state == TenantState::Waiting));
@@ -87,7 +92,7 @@ impl Daemon {
     }
 
     pub(crate) fn log(&self) -> String {
-        fs::read_to_string(self.dir.path().join("log")).unwrap()
+        fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
     }
 
     pub(crate) fn status(&self) -> StatusReply {
