@@ -216,7 +216,7 @@ pub trait DmaEngine: Send + Sync {
     /// Waits until no transfer is left, and appends their ends. Aborts what would not end by itself.
     fn quiesce(&self, out: &mut Vec<Finished>);
 
-    /// Appends what the devices' own logic wants.
+    /// Appends what the devices' own logic wants. Called under a lock: must not call back.
     fn raised(&self, out: &mut Vec<Raised>) {
         let _ = out;
     }

@@ -15,7 +15,8 @@
 //! 3. each of these alone: the domain table, the buffer table, a domain's streams (then the list of what is in flight, or a ready list).
 //!
 //! The first kind is the exception to the rule: it *is* held while engines work, and nothing that an engine or the virtual IOMMU calls back
-//! takes it. Such calls may come on any thread that lets pins go; they queue work, or answer control requests.
+//! takes it. Such calls may come on any thread that lets pins go; they queue work, or answer control requests. The other exception: engines are
+//! asked what they raised under the domain table's lock, and forget a domain before it leaves the table.
 //!
 //! Not here: vhost-user, concrete engines, files, sockets, threads.
 #![forbid(unsafe_code)]

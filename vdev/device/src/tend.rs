@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use hw_engine::{Finished, Initiated, Raised};
+use iommu_addr::DomainId;
 use vdev_wire::{CONTROL_QUEUE, Status};
 
 use crate::RequestError;
@@ -86,13 +87,19 @@ impl Device {
 
     fn take_raised(&self, turn: &mut Turn) {
         let mut raised = Vec::new();
-        self.engine.raised(&mut raised);
-        for what in raised {
+        let raised: Vec<_> = {
+            // A domain takes what was raised in it along when it goes; under the lock none of it can be taken for that of the next one of its id.
+            let domains = lock(&self.domains);
+            self.engine.raised(&mut raised);
+            let live = |id| domains.get(&id).filter(|domain| !domain.is_closing()).map(Arc::clone);
+            raised.into_iter().map(|what| (live(domain_of(&what)), what)).collect()
+        };
+        for (domain, what) in raised {
             match what {
-                Raised::Initiated(initiated) => self.initiated(turn, initiated),
-                Raised::Interrupt { endpoint, domain, vector } => {
-                    if self.domain(domain).is_some() {
-                        let fits = self.events.interrupt(domain, endpoint, vector);
+                Raised::Initiated(initiated) => self.initiated(turn, domain, initiated),
+                Raised::Interrupt { endpoint, domain: id, vector } => {
+                    if domain.is_some() {
+                        let fits = self.events.interrupt(id, endpoint, vector);
                         self.count_event(turn, fits);
                     }
                 }
@@ -101,8 +108,8 @@ impl Device {
     }
 
     /// A device's own logic starts work: it waits its turn like any other.
-    fn initiated(&self, turn: &mut Turn, initiated: Initiated) {
-        let Some(domain) = self.domain(initiated.domain) else {
+    fn initiated(&self, turn: &mut Turn, domain: Option<Arc<Domain>>, initiated: Initiated) {
+        let Some(domain) = domain else {
             self.engine.refuse(&initiated, Status::Fault.to_raw());
             turn.raised = true;
             return;
@@ -265,5 +272,11 @@ impl Device {
         }
         ports.iter().for_each(|port| port.close());
         self.gauges();
+    }
+}
+
+fn domain_of(raised: &Raised) -> DomainId {
+    match raised {
+        Raised::Initiated(Initiated { domain, .. }) | Raised::Interrupt { domain, .. } => *domain,
     }
 }
