@@ -211,7 +211,7 @@ impl Device {
 
     fn cancel_port(&self, port: &Arc<Port>) {
         let mine = |op: &Op| matches!(&op.task, Task::Guest(guest) if guest.slot.came_through(port));
-        let running = |op: &Op| mine(op) || port.index == CONTROL_QUEUE && matches!(op.task, Task::Guest(_));
+        let running = |op: &Op| mine(op) || port.index == CONTROL_QUEUE && !matches!(op.task, Task::Scrub { .. });
         let mut turn = lock(&self.timekeeper);
         let domains: Vec<_> = lock(&self.domains).values().map(Arc::clone).collect();
         for domain in domains {

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use common::*;
+use hw_engine::{Initiated, Raised};
 use hw_host::HostEngine;
+use iommu_addr::{DomainId, Iova, Range};
 use vdev_device::Gauge;
 use vdev_wire::{Opcode, Status};
 use zerocopy::IntoBytes;
@@ -74,7 +76,10 @@ fn control_queue_that_stops_loses_no_answer_of_work_that_can_be_aborted() {
     let mut bed = Bed::ready();
     bed.engine.set(Mode::Hold);
     let batch = bed.submit(1, &[fill(D, 8, 1)]);
+    let [src, dst] = [D + PAGE, D + 2 * PAGE].map(|at| Range::with_len(Iova(at), 64).unwrap());
+    bed.engine.raise(Raised::Initiated(Initiated { endpoint: FPGA, domain: DomainId(1), src, dst }));
     bed.drain();
+    assert_eq!(bed.engine.held(), 2, "a driver's work and a kernel");
     let call = bed.start(Opcode::Unmap, 1, unmap(0, u64::MAX).as_bytes());
     assert_eq!(bed.answer(call), None);
     bed.device.stop_queue(0);
