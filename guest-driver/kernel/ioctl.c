@@ -70,7 +70,7 @@ static int pg_endpoint(struct pg_file *file, void *data)
 
 	if (arg->index >= dev->endpoint_count)
 		return -ENOENT;
-	*arg = dev->endpoints[arg->index];
+	*arg = dev->endpoints[array_index_nospec(arg->index, dev->endpoint_count)];
 	arg->size = size;
 	ret = pg_probe_limits(dev, &msg);
 	if (ret)

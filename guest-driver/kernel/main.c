@@ -358,6 +358,7 @@ static void pg_remove(struct virtio_device *vdev)
 	struct pg_device *dev = vdev->priv;
 
 	cdev_device_del(&dev->cdev, &dev->dev);
+	pg_farewell(dev);
 	pg_stop(dev);
 	pg_device_put(dev);
 }

@@ -317,6 +317,7 @@ extern unsigned int pg_control_timeout_ms;
 
 /* session.c */
 int pg_introduce(struct pg_device *dev);
+void pg_farewell(struct pg_device *dev);
 int pg_probe_limits(struct pg_device *dev, struct pg_msg **reply);
 void pg_config_work(struct work_struct *work);
 void pg_session_suspect(struct pg_device *dev);

@@ -13,6 +13,29 @@
 #include "peergate_internal.h"
 
 /**
+ * pg_hello_send() - Ask the device to forget every domain and begin a session.
+ * @dev: the device
+ *
+ * Context: Process context, sleeps.
+ * Return: the request, to be put by the caller, or NULL without memory.
+ */
+static struct pg_msg *pg_hello_send(struct pg_device *dev)
+{
+	struct virtio_peergate_hello *hello;
+	struct pg_msg *msg;
+
+	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_HELLO, 0, 0, sizeof(*hello),
+			   sizeof(struct virtio_peergate_hello_reply));
+	if (!msg)
+		return NULL;
+	hello = pg_msg_body(msg);
+	hello->version = cpu_to_le16(VIRTIO_PEERGATE_VERSION);
+	msg->drains = true;
+	pg_msg_send(dev, msg);
+	return msg;
+}
+
+/**
  * pg_hello() - Begin a session; the device forgets every domain.
  * @dev: the device
  *
@@ -21,17 +44,12 @@
  */
 static int pg_hello(struct pg_device *dev)
 {
+	struct pg_msg *msg = pg_hello_send(dev);
 	struct virtio_peergate_hello_reply *reply;
-	struct virtio_peergate_hello *hello;
-	struct pg_msg *msg;
 	int ret;
 
-	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_HELLO, 0, 0, sizeof(*hello), sizeof(*reply));
 	if (!msg)
 		return -ENOMEM;
-	hello = pg_msg_body(msg);
-	hello->version = cpu_to_le16(VIRTIO_PEERGATE_VERSION);
-	pg_msg_send(dev, msg);
 	ret = pg_msg_wait(dev, msg);
 	if (!ret) {
 		pg_files_rescue(dev);
@@ -43,6 +61,28 @@ static int pg_hello(struct pg_device *dev)
 	}
 	pg_msg_put(msg);
 	return ret;
+}
+
+/**
+ * pg_farewell() - Have the device end every domain, before it is reset.
+ * @dev: the device, live
+ *
+ * A reset ends work that came through a queue. What an endpoint does of its own,
+ * such as a kernel of an FPGA, ends with its domain only.
+ *
+ * Context: Process context, sleeps; a fatal signal ends the wait.
+ */
+void pg_farewell(struct pg_device *dev)
+{
+	struct pg_msg *msg;
+
+	if (!atomic_read(&dev->domains))
+		return;
+	msg = pg_hello_send(dev);
+	if (!msg || pg_msg_wait(dev, msg))
+		dev_warn(&dev->dev, "device did not end its domains: it may still use their memory\n");
+	if (msg)
+		pg_msg_put(msg);
 }
 
 /**

@@ -175,7 +175,11 @@ impl Channel for KernelChannel {
             let mut wait = Wait { count, deadline_ns: monotonic_ns(deadline), ..Wait::new_zeroed() };
             match call(&self.file, &mut wait) {
                 Ok(()) | Err(Error::Refused { status: Status::Timeout, .. }) => {}
-                Err(error) => return Err(error),
+                // What has completed is not lost with a device that goes: the next call tells that it went.
+                Err(error) => match taken + self.take(&mut into[taken..]) {
+                    0 => return Err(error),
+                    taken => return Ok(taken),
+                },
             }
         }
     }

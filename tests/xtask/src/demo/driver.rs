@@ -70,6 +70,7 @@ wait $victim; say copy-ends-with-an-error 1 $?
 say users-after-unbind 0 $(until_is 0 users)
 say pinned-after-unbind 0 $(until_is 0 pinned)
 say nodes-after-unbind 0 $(nodes)
+say domains-ended-before-unbind 0 $(dmesg | grep -c 'did not end its domains')
 echo $name > /sys/bus/virtio/drivers/peergate/bind; say bind-again 0 $?
 pgctl copy --from gpu0 --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-bind 0 $?
 
