@@ -5,7 +5,7 @@
 //! would go on hearing of a closed one.
 //!
 //! Ending: listening sockets go first, workers are asked to end, then killed after [`PATIENCE`] or at a second signal; the loop ends when
-//! none is left.
+//! none is left, or when one has not ended [`PATIENCE`] after it was killed: the kernel then waits for something that its VMM serves.
 //!
 //! Not here: what a worker does, the messages themselves, the configuration's meaning.
 
@@ -23,7 +23,7 @@ use std::process::ExitStatus;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use rustix::time::{
@@ -59,9 +59,11 @@ pub(crate) struct Supervisor {
     signals: Signals,
     timer: OwnedFd,
     started: Instant,
-    /// When workers that still run are killed.
+    /// When workers that still run are killed, or given up if they have been.
     ending: Option<Instant>,
-    done: Rc<Cell<bool>>,
+    killed: bool,
+    /// How many workers are left behind, once the loop is to end.
+    done: Rc<Cell<Option<usize>>>,
     /// Whoever started the daemon has been told that every tenant can be connected to.
     told_ready: bool,
 }
@@ -76,17 +78,20 @@ pub(crate) fn run(config: Config) -> anyhow::Result<()> {
     raise_descriptor_limit();
     // Dropped last: its sockets are gone by then.
     let _runtime_dir = RuntimeDir::acquire(&config.daemon.runtime_dir)?;
-    let done = Rc::new(Cell::new(false));
+    let done = Rc::new(Cell::new(None));
     let supervisor = Supervisor::new(config, signals, Rc::clone(&done))?;
     sandbox.apply(Class::Supervisor)?;
     supervisor.announce();
     let mut manager =
         EventManager::<Supervisor>::new().map_err(|error| anyhow::anyhow!("Cannot make an event loop: {error}"))?;
     manager.add_subscriber(supervisor);
-    while !done.get() {
-        manager.run().map_err(|error| anyhow::anyhow!("The event loop failed: {error}"))?;
+    loop {
+        match done.get() {
+            None => manager.run().map_err(|error| anyhow::anyhow!("The event loop failed: {error}"))?,
+            Some(0) => return Ok(()),
+            Some(left) => bail!("Killed workers have not ended ({left}); their VMMs hold them, so end those, too"),
+        };
     }
-    Ok(())
 }
 
 /// Each slice is a descriptor.
@@ -99,7 +104,7 @@ fn raise_descriptor_limit() {
 }
 
 impl Supervisor {
-    fn new(config: Config, signals: Signals, done: Rc<Cell<bool>>) -> anyhow::Result<Self> {
+    fn new(config: Config, signals: Signals, done: Rc<Cell<Option<usize>>>) -> anyhow::Result<Self> {
         let daemon = &config.daemon;
         let control = vmm_control::listen(&daemon.control, daemon.control_mode)?;
         control.listener().set_nonblocking(true).context("Cannot prepare the control socket")?;
@@ -115,6 +120,7 @@ impl Supervisor {
             timer,
             started: Instant::now(),
             ending: None,
+            killed: false,
             done,
             told_ready: false,
             config,
@@ -151,22 +157,32 @@ impl Supervisor {
     /// Does what is due, and sets the timer for what comes next.
     fn tend(&mut self, ops: &mut EventOps<'_>) {
         let now = Instant::now();
-        if self.ending.is_some_and(|at| at <= now) {
+        let overdue = self.ending.is_some_and(|at| at <= now);
+        let given_up = overdue && self.killed;
+        if overdue && !given_up {
             tracing::warn!("Workers are still running; killing them");
-            self.tenants.iter_mut().for_each(Tenant::kill);
-            self.ending = Some(now + PATIENCE);
+            self.kill(now);
         }
         for index in 0..self.tenants.len() {
             self.start_if_due(index, now, ops);
         }
-        if self.ending.is_some() && !self.tenants.iter().any(|tenant| matches!(tenant.stage, Stage::Running(_))) {
-            self.done.set(true);
+        let running = self.tenants.iter().filter(|tenant| matches!(tenant.stage, Stage::Running(_))).count();
+        if self.ending.is_some() && (running == 0 || given_up) {
+            self.done.set(Some(running));
         }
         let pauses = self.tenants.iter().filter_map(|tenant| match tenant.stage {
             Stage::Pause { until } => Some(until),
             _ => None,
         });
         self.set_timer(pauses.chain(self.ending).min());
+    }
+
+    /// Kills the workers, which then have [`PATIENCE`] to be gone.
+    fn kill(&mut self, now: Instant) {
+        self.tenants.iter_mut().for_each(Tenant::kill);
+        if !std::mem::replace(&mut self.killed, true) {
+            self.ending = Some(now + PATIENCE);
+        }
     }
 
     fn start_if_due(&mut self, index: usize, now: Instant, ops: &mut EventOps<'_>) {
@@ -207,8 +223,7 @@ impl Supervisor {
         };
         if self.ending.is_some() {
             tracing::warn!(signal, "Killing the workers");
-            self.tenants.iter_mut().for_each(Tenant::kill);
-            return;
+            return self.kill(Instant::now());
         }
         tracing::info!(signal, "Ending");
         if let Some(control) = self.control.take() {
