@@ -216,6 +216,7 @@ mod tests {
     use super::*;
     use iommu_addr::ApertureOffset;
     use std::os::unix::fs::FileExt;
+    use std::sync::Barrier;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     const LEN: u64 = 0x4000;
@@ -281,15 +282,20 @@ mod tests {
         memory.add_aperture(EndpointId::local(0), &file(LEN), LEN).unwrap();
         memory.replace(&[region(0, &stays, 0, LEN)]).unwrap();
         memory.fill(ram(0), LEN, 0x1111_2222_3333_4444).unwrap();
-        let stop = AtomicBool::new(false);
+        let (stop, copying) = (AtomicBool::new(false), Barrier::new(2));
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !stop.load(Ordering::Relaxed) {
+                copying.wait();
+                loop {
                     memory.copy(aperture(0, 0), ram(0), LEN).expect("this region is in every table");
                     // There or not there, never half.
                     let _ = memory.copy(ram(LEN), aperture(0, 0), LEN);
+                    if stop.load(Ordering::Relaxed) {
+                        break;
+                    }
                 }
             });
+            copying.wait();
             for _ in 0..200 {
                 memory.replace(&[region(0, &stays, 0, LEN), region(LEN, &comes_and_goes, 0, LEN)]).unwrap();
                 memory.replace(&[region(0, &stays, 0, LEN)]).unwrap();
