@@ -7,8 +7,8 @@ mod common;
 use common::*;
 use iommu_addr::{Access, DomainId, Gpa, Iova, Location, Range};
 use iommu_core::*;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier};
 use std::thread;
 
 const PAGES: u64 = 24;
@@ -81,18 +81,24 @@ fn nothing_taken_back_is_reached_by_many_threads_in_two_domains() {
     let limits = Limits { mappings: 40, segments: 40, ..limits() };
     let iommu = Iommu::new(limits, [GPU]).unwrap();
     let memory = Arc::new(Memory((0..2 * PAGES).map(|_| AtomicU64::new(0)).collect()));
-    let stop = AtomicBool::new(false);
+    let (stop, together) = (AtomicBool::new(false), Barrier::new(6));
     let domains = [1, 2].map(|id| iommu.attach(DomainId(id), GPU).unwrap());
     thread::scope(|scope| {
         let translators: Vec<_> = (0..4)
             .map(|i| {
-                let (domain, memory, stop) = (&domains[i % 2], &memory, &stop);
-                scope.spawn(move || translator(domain, memory, stop))
+                let (domain, memory, stop, together) = (&domains[i % 2], &memory, &stop, &together);
+                scope.spawn(move || {
+                    together.wait();
+                    translator(domain, memory, stop)
+                })
             })
             .collect();
         let mappers = [(&domains[0], 0), (&domains[1], PAGES)].map(|(domain, first)| {
-            let memory = &memory;
-            scope.spawn(move || mapper(domain, memory, first))
+            let (memory, together) = (&memory, &together);
+            scope.spawn(move || {
+                together.wait();
+                mapper(domain, memory, first);
+            })
         });
         mappers.into_iter().for_each(|mapper| mapper.join().unwrap());
         stop.store(true, Ordering::Relaxed);

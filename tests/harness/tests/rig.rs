@@ -1,5 +1,6 @@
 //! The transport, a device and a guest's driver in one process.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -136,16 +137,20 @@ fn channels_work_side_by_side() -> Result<()> {
 fn pauses_lose_nothing_while_work_goes_on() -> Result<()> {
     let rig = Rig::start(&RigOptions::default())?;
     let driver = connect(&rig, DriverOptions::default())?;
-    let stop = AtomicBool::new(false);
+    let (stop, working) = (AtomicBool::new(false), Barrier::new(2));
     std::thread::scope(|scope| -> Result<()> {
         let worker = scope.spawn(|| -> Result<u32> {
             let mut rounds = 0;
-            while !stop.load(Ordering::Relaxed) {
+            working.wait();
+            loop {
                 round_trip(&*driver.open()?)?;
                 rounds += 1;
+                if stop.load(Ordering::Relaxed) {
+                    return Ok(rounds);
+                }
             }
-            Ok(rounds)
         });
+        working.wait();
         let paused = (0..50).try_for_each(|_| driver.pause_and_resume());
         stop.store(true, Ordering::Relaxed);
         paused?;
