@@ -26,8 +26,6 @@ pub struct Plan {
     file: PathBuf,
     /// Whether the driver's own tests run after the self-test.
     driver_tests: bool,
-    /// Show the console.
-    verbose: bool,
     timeout: Duration,
 }
 
@@ -35,7 +33,7 @@ impl Plan {
     /// The scenario on `file`.
     #[must_use]
     pub fn demo(file: PathBuf) -> Self {
-        Self { file, driver_tests: false, verbose: false, timeout: Duration::from_secs(300) }
+        Self { file, driver_tests: false, timeout: Duration::from_secs(300) }
     }
 
     /// The scenario, then the driver's own tests.
@@ -57,9 +55,6 @@ pub fn run(kit: &Kit, programs: &Programs, module: &Path, daemon: &Daemon, plan:
     eprintln!("booting Linux {} under QEMU {}", kit.kernel_release(), kit.qemu.version);
     let mut console = Vec::new();
     let outcome = boot(kit, &spec, |line| {
-        if plan.verbose {
-            eprintln!("  | {line}");
-        }
         console.push(line.to_owned());
         ControlFlow::Continue(())
     });
@@ -77,6 +72,9 @@ fn read_results(text: &str, plan: &Plan, rows: &mut Rows) -> Result<()> {
     let summary = lines.iter().position(|line| line.starts_with("{\"") && line.contains("\"rows\""));
     let end = summary.map_or(lines.len(), |at| at + 1);
     rows.add_selftest(lines[..end].iter().copied())?;
+    if lines.contains(&COMPLAINT) {
+        bail!("The guest's kernel logged a BUG, a WARNING or an Oops");
+    }
     if plan.driver_tests {
         driver::read_results(&lines[end..], rows)?;
     }
@@ -97,6 +95,9 @@ fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<Gu
     root.init_script(SCRIPT);
     Ok(GuestSpec::new(root))
 }
+
+/// What the guest says if its kernel's log has what it must not have.
+const COMPLAINT: &str = "kernel complained";
 
 /// Runs in the guest; busybox's shell.
 const SCRIPT: &str = r#"
