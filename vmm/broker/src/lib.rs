@@ -1,7 +1,7 @@
 //! What supervisor and workers share: typed messages with file descriptors, and pages of memory.
 //!
 //! - [`Channel`] carries one serialisable message and its descriptors at a time over a `SOCK_SEQPACKET` socket pair. The messages are
-//!   [`ToWorker`] and [`ToSupervisor`].
+//!   [`ToWorker`] and [`ToSupervisor`], [`ToKeeper`] and [`FromKeeper`].
 //! - [`SharedWords`] is a sealed memory file of 64-bit words, mapped into each process that was handed it. Two views give it meaning:
 //!   [`LinkTable`], the credit of the host's links, and [`TenantPage`], one tenant's counters, connection state and fault log. They live as
 //!   long as the supervisor, so what a worker wrote survives the worker.
@@ -14,6 +14,7 @@
 
 mod channel;
 mod faults;
+mod keeper;
 mod ledger;
 mod memory_file;
 mod message;
@@ -22,6 +23,7 @@ mod words;
 
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_PAYLOAD, Message};
 pub use faults::{FAULT_SLOTS, FaultEntry, FaultLog};
+pub use keeper::{FromKeeper, KeeperSetup, ToKeeper};
 pub use ledger::{LinkTable, monotonic_now};
 pub use memory_file::MemoryFile;
 pub use message::{

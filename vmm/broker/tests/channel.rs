@@ -9,8 +9,8 @@ use proptest::prelude::*;
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vmm_broker::{
-    Channel, ChannelError, Endpoint, EndpointKind, Limits, Link, MAX_FDS, MAX_PAYLOAD, Setup, SetupFds, Staged,
-    ToSupervisor, ToWorker, UnsealedMemory,
+    Channel, ChannelError, Endpoint, EndpointKind, FromKeeper, KeeperSetup, Limits, Link, MAX_FDS, MAX_PAYLOAD, Setup,
+    SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker, UnsealedMemory,
 };
 
 fn setup(endpoints: usize) -> Setup {
@@ -70,6 +70,29 @@ fn messages_keep_their_borders_and_their_order() {
     assert_eq!(next(), Some(ToSupervisor::Ready {}));
     assert_eq!(next(), Some(ToSupervisor::Failed { reason: "no\nmemory".into() }));
     assert_eq!(next(), None);
+}
+
+#[test]
+fn a_keeper_is_handed_one_descriptor_with_each_message_that_has_one() {
+    let (supervisor, keeper) = Channel::pair().unwrap();
+    let fd = null();
+    let messages = [
+        (ToKeeper::Setup(KeeperSetup { tenant: "vm0".into() }), 1),
+        (ToKeeper::Worker { session: 7, fresh: true }, 1),
+        (ToKeeper::Shutdown {}, 0),
+    ];
+    for (sent, fds) in messages {
+        assert!(matches!(supervisor.send(&sent, &[fd.as_fd(), fd.as_fd()]), Err(ChannelError::Fds { .. })));
+        supervisor.send(&sent, &[fd.as_fd()][..fds]).unwrap();
+        let (received, with) = keeper.receive::<ToKeeper>().unwrap().unwrap();
+        assert_eq!((received, with.len()), (sent, fds));
+    }
+    for sent in
+        [FromKeeper::Connected {}, FromKeeper::Replayed { session: 7 }, FromKeeper::GaveUp { reason: "x".into() }]
+    {
+        keeper.send(&sent, &[]).unwrap();
+        assert_eq!(supervisor.receive::<FromKeeper>().unwrap().unwrap().0, sent);
+    }
 }
 
 #[test]
