@@ -158,7 +158,7 @@ impl Rig {
         let listener = UnixListener::bind(dir.path().join("sock"))?;
         let recorder = Arc::new(Recorder::default());
         let (device, memory) = host_device(options, Arc::clone(&recorder) as Arc<dyn Observer>)?;
-        let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook };
+        let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook, ..Options::default() };
         let session = std::thread::Builder::new()
             .name("rig".into())
             .spawn(move || vmm_vhost_user::serve(listener.into(), device, memory, &serve, || {}))?;

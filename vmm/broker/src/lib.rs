@@ -2,9 +2,9 @@
 //!
 //! - [`Channel`] carries one serialisable message and its descriptors at a time over a `SOCK_SEQPACKET` socket pair. The messages are
 //!   [`ToWorker`] and [`ToSupervisor`], [`ToKeeper`] and [`FromKeeper`].
-//! - [`SharedWords`] is a sealed memory file of 64-bit words, mapped into each process that was handed it. Two views give it meaning:
-//!   [`LinkTable`], the credit of the host's links, and [`TenantPage`], one tenant's counters, connection state and fault log. They live as
-//!   long as the supervisor, so what a worker wrote survives the worker.
+//! - [`SharedWords`] is a sealed memory file of 64-bit words, mapped into each process that was handed it. Three views give it meaning:
+//!   [`LinkTable`], the credit of the host's links, [`TenantPage`], one tenant's counters, connection state and fault log, and
+//!   [`JournalPage`], the chains that a tenant's worker has in hand. They live as long as the supervisor, so what a worker wrote survives it.
 //! - [`MemoryFile`] is the memory of one slice of a device; the supervisor scrubs it between two workers.
 //!
 //! Every number read from a shared page may have been written by a hostile worker: the views bound what they read and never index, wait or
@@ -14,6 +14,7 @@
 
 mod channel;
 mod faults;
+mod journal_page;
 mod keeper;
 mod ledger;
 mod memory_file;
@@ -23,6 +24,7 @@ mod words;
 
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_PAYLOAD, Message};
 pub use faults::{FAULT_SLOTS, FaultEntry, FaultLog};
+pub use journal_page::{JOURNAL_WORDS, JournalPage};
 pub use keeper::{FromKeeper, KeeperSetup, ToKeeper};
 pub use ledger::{LinkTable, monotonic_now};
 pub use memory_file::MemoryFile;

@@ -160,6 +160,8 @@ pub struct SetupFds {
     pub page: OwnedFd,
     /// The ledger of the host's links.
     pub ledger: OwnedFd,
+    /// The journal of the tenant's queues.
+    pub journal: OwnedFd,
     /// One memory file an endpoint.
     pub slices: Vec<OwnedFd>,
 }
@@ -174,17 +176,17 @@ pub struct WrongFds {
     pub actual: usize,
 }
 
-/// Listener, page, ledger.
-const FIXED_FDS: usize = 3;
+/// Listener, page, ledger, journal.
+const FIXED_FDS: usize = 4;
 
 impl SetupFds {
     /// Sorts the descriptors of a received set-up; the order is that of the fields.
     pub fn sort(setup: &Setup, fds: Vec<OwnedFd>) -> Result<Self, WrongFds> {
         let (wanted, actual) = (FIXED_FDS + setup.endpoints.len(), fds.len());
         let mut fds = fds.into_iter();
-        match (fds.next(), fds.next(), fds.next()) {
-            (Some(listener), Some(page), Some(ledger)) if wanted == actual => {
-                Ok(Self { listener, page, ledger, slices: fds.collect() })
+        match (fds.next(), fds.next(), fds.next(), fds.next()) {
+            (Some(listener), Some(page), Some(ledger), Some(journal)) if wanted == actual => {
+                Ok(Self { listener, page, ledger, journal, slices: fds.collect() })
             }
             _ => Err(WrongFds { wanted, actual }),
         }

@@ -44,9 +44,10 @@ fn send_raw(channel: &Channel, payload: &[u8], fds: &[BorrowedFd<'_>]) {
 fn a_setup_arrives_with_its_descriptors_in_order_and_close_on_exec() {
     let (supervisor, worker) = Channel::pair().unwrap();
     let (mut kept, slice) = std::os::unix::net::UnixStream::pair().unwrap();
-    let (listener, page, ledger) = (null(), null(), null());
+    let (listener, page, ledger, journal) = (null(), null(), null(), null());
     let sent = ToWorker::Setup(Box::new(setup(1)));
-    supervisor.send(&sent, &[listener.as_fd(), page.as_fd(), ledger.as_fd(), slice.as_fd()]).unwrap();
+    let fds = [&listener, &page, &ledger, &journal].map(AsFd::as_fd);
+    supervisor.send(&sent, &[&fds[..], &[slice.as_fd()]].concat()).unwrap();
 
     let (received, fds) = worker.receive::<ToWorker>().unwrap().unwrap();
     assert_eq!(received, sent);
@@ -131,7 +132,7 @@ fn a_message_is_not_sent_with_other_descriptors_than_its_own() {
     let sent = supervisor.send(&ToWorker::Shutdown {}, &[fd.as_fd()]);
     assert!(matches!(sent, Err(ChannelError::Fds { wanted: 0, actual: 1 })));
     let too_many = ToWorker::Setup(Box::new(setup(MAX_FDS)));
-    let fds = vec![fd.as_fd(); MAX_FDS + 3];
+    let fds = vec![fd.as_fd(); MAX_FDS + 4];
     assert!(matches!(supervisor.send(&too_many, &fds), Err(ChannelError::TooManyFds)));
     drop(supervisor);
     assert!(worker.receive::<ToWorker>().unwrap().is_none(), "nothing was sent");
@@ -183,10 +184,10 @@ fn a_setup_with_another_number_of_slices_than_descriptors_is_refused() {
     let (supervisor, worker) = Channel::pair().unwrap();
     let payload = serde_json::to_vec(&ToWorker::Setup(Box::new(setup(2)))).unwrap();
     let fd = null();
-    for count in [0, 3, 4, 6] {
+    for count in [0, 4, 5, 7] {
         send_raw(&supervisor, &payload, &vec![fd.as_fd(); count]);
         let error = worker.receive::<ToWorker>().unwrap_err();
-        assert!(matches!(error, ChannelError::Fds { wanted: 5, actual } if actual == count), "{error}");
+        assert!(matches!(error, ChannelError::Fds { wanted: 6, actual } if actual == count), "{error}");
         assert!(SetupFds::sort(&setup(2), (0..count).map(|_| null()).collect()).is_err());
     }
 }

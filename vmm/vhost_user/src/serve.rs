@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -51,6 +52,9 @@ pub(crate) fn enter(hook: &ThreadHook, class: ThreadClass) {
     }
 }
 
+/// Words of a journal: see [`Options::journal`].
+pub type JournalWords = Arc<dyn AsRef<[AtomicU64]> + Send + Sync>;
+
 /// How to serve.
 #[derive(Clone)]
 pub struct Options {
@@ -59,11 +63,13 @@ pub struct Options {
     /// Called once on each thread of the session, before that thread handles anything from outside: the place for a tighter filter of
     /// system calls. The thread that calls [`serve()`] is not among them.
     pub thread_hook: Arc<dyn Fn(ThreadClass) + Send + Sync>,
+    /// Memory that outlives the process, with which the device's queues resume what an earlier one of the same connection had in hand.
+    pub journal: Option<JournalWords>,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { unsealed_memory: UnsealedPolicy::default(), thread_hook: Arc::new(|_| {}) }
+        Self { unsealed_memory: UnsealedPolicy::default(), thread_hook: Arc::new(|_| {}), journal: None }
     }
 }
 

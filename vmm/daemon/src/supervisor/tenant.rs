@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use vmm_broker::{
-    Channel, ConnectionState, Endpoint, LinkTable, MemoryFile, Setup, TenantPage, ToSupervisor, ToWorker,
+    Channel, ConnectionState, Endpoint, JournalPage, LinkTable, MemoryFile, Setup, TenantPage, ToSupervisor, ToWorker,
 };
 use vmm_control::{SocketFile, TenantState};
 
@@ -30,6 +30,7 @@ const MAX_REASON: usize = 400;
 pub(crate) struct Tenant {
     pub(crate) config: TenantConfig,
     pub(crate) page: TenantPage,
+    journal: JournalPage,
     /// `None` once the daemon ends.
     socket: Option<SocketFile>,
     slices: Vec<MemoryFile>,
@@ -79,10 +80,12 @@ impl Tenant {
     pub(crate) fn new(config: TenantConfig) -> anyhow::Result<Self> {
         let socket = vmm_control::listen(&config.socket, config.socket_mode)?;
         let page = TenantPage::create(&config.name)?;
+        let journal = JournalPage::create(&config.name)?;
         let slices = config.slices.iter().map(|slice| slice_file(&config, slice)).collect::<anyhow::Result<_>>()?;
         Ok(Self {
             config,
             page,
+            journal,
             socket: Some(socket),
             slices,
             backoff: Backoff::default(),
@@ -136,6 +139,8 @@ impl Tenant {
 
     fn launch(&self, config: &Config, links: &LinkTable) -> anyhow::Result<Worker> {
         let socket = self.socket.as_ref().context("The daemon ends")?;
+        // Each worker meets a new VMM.
+        self.journal.clear();
         let (ours, theirs) = Channel::pair()?;
         ours.set_nonblocking()?;
         let daemon = &config.daemon;
@@ -152,7 +157,7 @@ impl Tenant {
             .process_group(0);
         let mut child = command.spawn().context("Cannot start a worker process")?;
         let prepared = pidfd(&child).and_then(|pidfd| {
-            let mut fds = vec![socket.as_fd(), self.page.page(), links.page()];
+            let mut fds = vec![socket.as_fd(), self.page.page(), links.page(), self.journal.page()];
             fds.extend(self.slices.iter().map(AsFd::as_fd));
             ours.send(&ToWorker::Setup(Box::new(self.setup(config))), &fds)?;
             Ok(pidfd)

@@ -18,7 +18,9 @@ use std::thread::JoinHandle;
 use anyhow::{Context, bail};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, poll};
-use vmm_broker::{Channel, ConnectionState, Setup, SetupFds, TenantPage, ToSupervisor, ToWorker, UnsealedMemory};
+use vmm_broker::{
+    Channel, ConnectionState, JournalPage, Setup, SetupFds, TenantPage, ToSupervisor, ToWorker, UnsealedMemory,
+};
 use vmm_sandbox::{Class, Mode, Sandbox, Signals, process};
 use vmm_vhost_user::{Options, ThreadClass, UnsealedPolicy, serve};
 
@@ -83,11 +85,12 @@ fn work(
     (ended, ending): (PipeReader, PipeWriter),
     sandbox: &Arc<Sandbox>,
 ) -> anyhow::Result<()> {
-    let SetupFds { listener, page, ledger, slices } = fds;
+    let SetupFds { listener, page, ledger, journal, slices } = fds;
     let page = Arc::new(TenantPage::open(page).context("Cannot map the tenant's page")?);
     let built = build(setup, ledger, slices, &page, sandbox)?;
     let device = Arc::clone(&built.device);
-    let options = options(setup, sandbox);
+    let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
+    let options = options(setup, journal, sandbox);
     let connection = connect(built, listener, options, Arc::clone(&page), ending)?;
     page.set_state(ConnectionState::Waiting);
     channel.send(&ToSupervisor::Ready {}, &[])?;
@@ -136,13 +139,14 @@ fn connect(
     std::thread::Builder::new().name("serve".into()).spawn(serve).context("Cannot start a thread")
 }
 
-fn options(setup: &Setup, sandbox: &Arc<Sandbox>) -> Options {
+fn options(setup: &Setup, journal: JournalPage, sandbox: &Arc<Sandbox>) -> Options {
     let sandbox = Arc::clone(sandbox);
     Options {
         unsealed_memory: match setup.unsealed_memory {
             UnsealedMemory::Warn => UnsealedPolicy::Warn,
             UnsealedMemory::Refuse => UnsealedPolicy::Refuse,
         },
+        journal: Some(Arc::new(journal)),
         thread_hook: Arc::new(move |class| {
             let class = match class {
                 ThreadClass::Connection => Class::Connection,
