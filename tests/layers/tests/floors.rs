@@ -34,6 +34,7 @@ const FENCED: &[(&str, &[&str])] = &[
     ("vhost-user-backend", &["vmm_vhost_user"]),
     ("virtio-queue", &["vdev_device", "vmm_vhost_user"]),
     ("event-manager", &["vmm_daemon"]),
+    ("toml_edit", &["vmm_daemon"]),
     ("seccompiler", &["vmm_sandbox"]),
     ("anyhow", &["vmm_daemon", "pgctl"]),
 ];

@@ -17,11 +17,13 @@
 //! Not here: where the answers come from, an event loop, vhost, engines.
 #![forbid(unsafe_code)]
 
+mod change;
 mod client;
 mod connection;
 mod message;
 mod socket;
 
+pub use change::{ChangeInfo, ChangesReply, Consent, DrainReply, DrainState, Edit, Effect, KeyInfo, NewSlice, Scalar};
 pub use client::{Client, ClientError};
 pub use connection::{Connection, Interest};
 pub use message::{

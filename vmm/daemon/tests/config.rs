@@ -75,6 +75,7 @@ fn the_default_file_tells_the_defaults() {
     let (bare, shown) = (&bare.tenants[0], &shown.tenants[0]);
     assert_eq!((&bare.socket, bare.socket_mode, bare.device_id), (&shown.socket, shown.socket_mode, shown.device_id));
     assert_eq!((bare.submit_queues, bare.unsealed_memory), (shown.submit_queues, shown.unsealed_memory));
+    assert_eq!(bare.drained, shown.drained);
     assert_eq!(bare.slices, shown.slices);
     assert_eq!(bare.limits, Limits::default());
     let (shown, own) = (shown.limits, vdev_device::Limits::default());
@@ -140,6 +141,7 @@ fn everything_that_can_be_typed_is_understood() {
         device_id = 42
         submit_queues = 4
         unsealed_memory = "refuse"
+        drained = true
         reach = [{ from = "one", to = "two", path = "staged" }, { from = "two", to = "one", path = "direct" }]
         slice = [{ device = "g", memory = "4MiB", name = "one" }, { device = "g", memory = "4MiB", name = "two" }]
         [tenant.limits]
@@ -157,6 +159,7 @@ fn everything_that_can_be_typed_is_understood() {
     let tenant = &config.tenants[0];
     assert_eq!((tenant.socket.as_path(), tenant.socket_mode), (Path::new("/tmp/x/sub/a.sock"), 0o666));
     assert_eq!((tenant.device_id, tenant.submit_queues, tenant.unsealed_memory), (42, 4, UnsealedMemory::Refuse));
+    assert!(tenant.drained);
     assert_eq!(tenant.staged, [Staged { accessor: 0, owner: 1 }]);
     assert_eq!((tenant.limits.max_domains, tenant.limits.max_batch), (Some(2), Some(16)));
     assert_eq!((tenant.limits.default_timeout_ms, tenant.limits.max_timeout_ms), (Some(500), Some(2000)));
@@ -351,7 +354,7 @@ fn files_that_are_no_configuration_are_refused() {
     assert!(parse("\n\nx = = 1").unwrap_err().starts_with("t.toml:3: Not TOML: "));
     assert!(parse("a = 1\na = 2\n").unwrap_err().starts_with("t.toml:2: Not TOML: "));
     let no_tenant = BASE.split("[[tenant]]").next().unwrap();
-    assert_eq!(parse(no_tenant).unwrap_err(), "t.toml:1: There are 0 [[tenant]]; write 1 to 128");
+    assert!(parse(no_tenant).unwrap().tenants.is_empty(), "tenants may be added later");
     let no_slice = BASE.split("[[tenant.slice]]").next().unwrap();
     assert_eq!(parse(no_slice).unwrap_err(), "t.toml:14: Tenant \"vm0\" has 0 [[tenant.slice]]; write 1 to 32");
     let missing = Config::load(Path::new("/nowhere.toml")).unwrap_err();

@@ -5,9 +5,13 @@
 //!
 //! Not here: acting on it.
 
+pub mod diff;
+pub mod edit;
 pub(crate) mod quantity;
 pub(crate) mod reader;
+pub mod store;
 mod typed;
+mod written;
 
 use std::collections::HashMap;
 use std::fs;
@@ -40,7 +44,7 @@ const MAX_MEMORY: u64 = 1 << 46;
 const MAX_LATENCY: u64 = 1_000_000_000;
 
 /// What the operator wants.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
     /// The daemon itself.
     pub daemon: DaemonConfig,
@@ -83,7 +87,7 @@ pub struct DeviceConfig {
 }
 
 /// A tenant: one VM.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TenantConfig {
     /// Its name.
     pub name: String,
@@ -97,6 +101,8 @@ pub struct TenantConfig {
     pub submit_queues: u16,
     /// What to do about guest memory that the VMM could truncate.
     pub unsealed_memory: UnsealedMemory,
+    /// No work is taken from its guest.
+    pub drained: bool,
     /// Limits that differ from the device's own.
     pub limits: Limits,
     /// Its slices; a slice's place is its endpoint's number.
@@ -126,7 +132,16 @@ impl Config {
     /// Checks a file's text; `path` is for messages.
     pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
         let source = Source { path, text };
-        Meaning { source }.config(&typed::read(source)?)
+        Meaning { source }.config(&typed::read(source)?, None)
+    }
+
+    /// Checks a file's text beside a daemon that runs: as [`Config::parse`], but with `running` in place of what the file says about the
+    /// daemon, which is returned apart. Whatever depends on it, such as where sockets are, is as it would be now.
+    pub fn parse_beside(path: &Path, text: &str, running: &DaemonConfig) -> Result<(Self, DaemonConfig), ConfigError> {
+        let source = Source { path, text };
+        let (typed, meaning) = (typed::read(source)?, Meaning { source });
+        let wanted = meaning.config(&typed, None)?;
+        Ok((meaning.config(&typed, Some(running))?, wanted.daemon))
     }
 }
 
@@ -139,14 +154,14 @@ struct Meaning<'a> {
 type Checked<T> = Result<T, ConfigError>;
 
 impl Meaning<'_> {
-    fn config(self, typed: &Typed) -> Checked<Config> {
-        let daemon = self.daemon(&typed.daemon)?;
+    fn config(self, typed: &Typed, running: Option<&DaemonConfig>) -> Checked<Config> {
+        let daemon = running.cloned().map_or_else(|| self.daemon(&typed.daemon), Ok)?;
         if typed.devices.is_empty() || typed.devices.len() > MAX_DEVICES {
             let problem = format!("There are {} [[device]]; write 1 to {MAX_DEVICES}", typed.devices.len());
             return self.refuse(typed.devices.get(MAX_DEVICES).map_or(1, |device| device.line), problem);
         }
-        if typed.tenants.is_empty() || typed.tenants.len() > MAX_TENANTS {
-            let problem = format!("There are {} [[tenant]]; write 1 to {MAX_TENANTS}", typed.tenants.len());
+        if typed.tenants.len() > MAX_TENANTS {
+            let problem = format!("There are {} [[tenant]]; write {MAX_TENANTS} or less", typed.tenants.len());
             return self.refuse(typed.tenants.get(MAX_TENANTS).map_or(1, |tenant| tenant.line), problem);
         }
         self.unique("device", typed.devices.iter().map(|device| &device.name))?;
@@ -224,6 +239,7 @@ impl Meaning<'_> {
             device_id: typed.device_id.unwrap_or(vdev_wire::DEFAULT_DEVICE_ID),
             submit_queues: typed.submit_queues.and_then(|queues| u16::try_from(queues).ok()).unwrap_or(2),
             unsealed_memory: typed.unsealed_memory.unwrap_or_default(),
+            drained: typed.drained.unwrap_or(false),
             limits: self.limits(typed)?,
             staged: self.staged(typed, &slices)?,
             slices,

@@ -51,6 +51,7 @@ pub(crate) struct TypedTenant {
     pub(crate) device_id: Option<u32>,
     pub(crate) submit_queues: Option<u32>,
     pub(crate) unsealed_memory: Option<UnsealedMemory>,
+    pub(crate) drained: Option<bool>,
     pub(crate) limits: Option<At<Limits>>,
     pub(crate) slices: Vec<TypedSlice>,
     pub(crate) reach: Vec<TypedReach>,
@@ -137,6 +138,7 @@ fn tenant(mut section: Section<'_>) -> Result<TypedTenant, ConfigError> {
         "device_id",
         "submit_queues",
         "unsealed_memory",
+        "drained",
         "limits",
         "slice",
         "reach",
@@ -151,6 +153,7 @@ fn tenant(mut section: Section<'_>) -> Result<TypedTenant, ConfigError> {
         submit_queues: section.integer("submit_queues", 1..=super::MAX_SUBMIT_QUEUES)?,
         unsealed_memory: section
             .choice("unsealed_memory", &[("warn", UnsealedMemory::Warn), ("refuse", UnsealedMemory::Refuse)])?,
+        drained: section.flag("drained")?,
         limits: section.table("limits", "[tenant.limits]")?.map(limits).transpose()?,
         slices: section.tables("slice", "[[tenant.slice]]")?.into_iter().map(slice).collect::<Result<_, _>>()?,
         reach: section
