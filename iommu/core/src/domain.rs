@@ -9,7 +9,7 @@
 //! Not here: who may ask (the device checks requests), what is at the addresses, blocking.
 
 use crate::drain::{Latch, Progress};
-use crate::fault::{Fault, FaultReason};
+use crate::fault::{Fault, FaultReason, Provenance};
 use crate::index::{self, GROUP};
 use crate::iotlb::Iotlb;
 use crate::peers::Gates;
@@ -41,6 +41,14 @@ pub enum UnmapError {
     /// The buffer is not mapped at that range.
     #[error("The buffer is not mapped there")]
     NotMapped,
+}
+
+/// Why an address was not translated, and whose memory it was, where that is known.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Blame {
+    pub(crate) reason: FaultReason,
+    pub(crate) owner: Option<EndpointId>,
+    pub(crate) mapping: Option<Provenance>,
 }
 
 /// One I/O address space of a tenant, shared by threads. Made and destroyed by [`crate::Iommu`].
@@ -94,7 +102,7 @@ impl Domain {
         if let Some(mapping) = table.split_by(range) {
             return Err(UnmapError::Split { at: mapping.range });
         }
-        if let Some(mapping) = { table.all_in(range) }.find(|mapping| mapping.is_buffer) {
+        if let Some(mapping) = { table.all_in(range) }.find(Mapping::is_buffer) {
             return Err(UnmapError::Buffer { at: mapping.range });
         }
         let latch = Latch::new();
@@ -205,20 +213,16 @@ impl Domain {
 
     /// Finds the run that holds `at` in the table and **pins** it, unless it is of the mapping `held`, or says why not: what this says is so.
     #[cold]
-    pub(crate) fn find_exactly(
-        &self,
-        iotlb: &mut Iotlb,
-        at: Iova,
-        held: Option<Owner>,
-    ) -> Result<Run, (FaultReason, Option<EndpointId>)> {
+    pub(crate) fn find_exactly(&self, iotlb: &mut Iotlb, at: Iova, held: Option<Owner>) -> Result<Run, Blame> {
         let table = lock(&self.table);
         let slab = &self.tenant.slab;
-        let mapping = table.at(at).ok_or((FaultReason::Mapping, None))?;
+        let blame = |reason, owner| Blame { reason, owner, mapping: table.provenance(at) };
+        let mapping = table.at(at).ok_or_else(|| blame(FaultReason::Mapping, None))?;
         let place = table.record_at(slab, &mapping, at);
-        let run = slab.at(place).read_if(self.serial, at).ok_or((FaultReason::Mapping, None))?;
+        let run = slab.at(place).read_if(self.serial, at).ok_or_else(|| blame(FaultReason::Mapping, None))?;
         // Open under the lock: only an absurd number of pins refuses, and then nothing was owed.
         if held != Some(run.owner) && (mapping.is_draining || !self.tenant.pin(run.owner)) {
-            return Err((FaultReason::Draining, run.to.owner()));
+            return Err(blame(FaultReason::Draining, run.to.owner()));
         }
         iotlb.fill(at, &run);
         Ok(run)
@@ -245,15 +249,15 @@ impl Domain {
         }
     }
 
-    pub(crate) fn fault(
-        &self,
-        accessor: EndpointId,
-        owner: Option<EndpointId>,
-        iova: Iova,
-        access: Access,
-        reason: FaultReason,
-    ) -> Fault {
-        Fault { accessor, owner, domain: self.id, iova, access, reason }
+    /// The mapping that a refusal at `at` is about; exact where the caller has `at` pinned.
+    pub fn provenance(&self, at: Iova) -> Option<Provenance> {
+        lock(&self.table).provenance(at)
+    }
+
+    /// That `accessor` is not attached.
+    pub(crate) fn not_attached(&self, accessor: EndpointId) -> Fault {
+        let (iova, access, reason) = (Iova(0), Access::NONE, FaultReason::Domain);
+        Fault { accessor, owner: None, domain: self.id, iova, access, reason, mapping: None }
     }
 }
 

@@ -34,7 +34,7 @@ mod word;
 
 pub use domain::{Domain, UnmapError};
 pub use drain::{Drain, Progress};
-pub use fault::{Fault, FaultReason, Refused};
+pub use fault::{Fault, FaultReason, MappingKind, Provenance, Refused, Relation};
 pub use iommu::{AttachError, DetachError, Detached, Iommu, LimitsError};
 pub use iotlb::Iotlb;
 pub use limits::{Limits, MAX_ENDPOINTS, MAX_SEGMENTS, PAGE_SIZE, Usage};

@@ -1,8 +1,9 @@
 //! How much one tenant may have, and exact counts of what it has.
 //!
 //! Counts are taken before the thing exists and given back when its drain has ended, so the memory behind this crate is bounded by the limits at
-//! every moment: a segment costs 64 bytes of record, kept for the tenant's next one, a mapping about 40 more, a piece 32 bytes, a domain 64 bytes for
-//! each right that a pair of the tenant's endpoints can have. The index takes 16 to 32 bytes for each segment of the limit from the start.
+//! every moment: a segment costs 64 bytes of record, kept for the tenant's next one, a mapping about 60 more, a piece 32 bytes, a domain 64 bytes for
+//! each right that a pair of the tenant's endpoints can have and 2.5 KiB to remember what was removed. The index takes 16 to 32 bytes for each segment of
+//! the limit from the start.
 //!
 //! Not here: whose limits these are, where they are configured.
 

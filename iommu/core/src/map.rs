@@ -5,11 +5,12 @@
 //! Not here: whether the memory exists (the device knows guest memory and endpoints).
 
 use crate::domain::Domain;
+use crate::fault::MappingKind;
 use crate::index;
 use crate::limits::{PAGE_SIZE, Quota};
 use crate::record::{Owner, Run};
 use crate::sync::{Ordering, lock};
-use crate::table::Origin;
+use crate::table::{Made, Origin};
 use crate::tenant::Pool;
 use iommu_addr::{Access, Addr, EndpointId, Iova, Location, Range, Segment};
 use smallvec::SmallVec;
@@ -129,6 +130,8 @@ impl Domain {
         let places = self.allocate(&mut pool, count)?;
         let (slab, index) = (&self.tenant.slab, &self.tenant.index);
         let Some(head) = places.first().copied() else { return Err(MapError::Segments) };
+        pool.made = pool.made.wrapping_add(1);
+        let made = Made { request: pool.made, kind: kind(origin, segments), access };
         let owner = Owner { head, generation: slab.at(head).word.generation() };
         let mut at = range.start();
         let mut classes = 0;
@@ -141,7 +144,7 @@ impl Domain {
         }
         drop(pool);
         self.classes.store(classes, Ordering::Relaxed);
-        table.insert(range, &places, origin);
+        table.insert(range, &places, origin, made);
         slab.at(head).word.open();
         Ok(())
     }
@@ -176,6 +179,14 @@ fn runs(segments: &[Segment]) -> impl Iterator<Item = Segment> + '_ {
         }
         Some(run)
     })
+}
+
+fn kind(origin: Origin, segments: &[Segment]) -> MappingKind {
+    match origin {
+        Origin::Guest => MappingKind::Guest,
+        Origin::Buffer(_) if segments.iter().any(|segment| segment.at.is_registers()) => MappingKind::Registers,
+        Origin::Buffer(_) => MappingKind::Buffer,
+    }
 }
 
 fn offset(at: Location) -> u64 {

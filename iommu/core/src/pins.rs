@@ -7,7 +7,7 @@
 //!
 //! Not here: bytes, what the pieces are used for.
 
-use crate::domain::Domain;
+use crate::domain::{Blame, Domain};
 use crate::fault::{Fault, FaultReason, Refused};
 use crate::iotlb::Iotlb;
 use crate::record::{Owner, Run};
@@ -45,9 +45,7 @@ impl<D: Deref<Target = Domain>> Pins<D> {
     /// # Errors
     /// A fault with reason Domain, at address 0 and without access, if it is not attached.
     pub fn new(domain: D, accessor: EndpointId) -> Result<Self, Fault> {
-        let Some(gate) = domain.pin_attached(accessor) else {
-            return Err(domain.fault(accessor, None, Iova(0), Access::NONE, FaultReason::Domain));
-        };
+        let Some(gate) = domain.pin_attached(accessor) else { return Err(domain.not_attached(accessor)) };
         let gates = SmallVec::from_buf_and_len([gate, 0, 0], 1);
         Ok(Self { domain, accessor, mappings: SmallVec::new(), gates, pieces: 0 })
     }
@@ -71,9 +69,7 @@ impl<D: Deref<Target = Domain>> Pins<D> {
         if accessor == self.accessor {
             return Ok(());
         }
-        let Some(gate) = self.domain.pin_attached(accessor) else {
-            return Err(self.domain.fault(accessor, None, Iova(0), Access::NONE, FaultReason::Domain));
-        };
+        let Some(gate) = self.domain.pin_attached(accessor) else { return Err(self.domain.not_attached(accessor)) };
         self.release_gates();
         self.gates.clear();
         self.gates.push(gate);
@@ -157,10 +153,10 @@ impl<D: Deref<Target = Domain>> Pins<D> {
                 self.pieces = self.pieces.saturating_add(1);
             }
             let at = part.start();
-            let run = self.pin_at(iotlb, at, held).map_err(|(reason, owner)| self.fault(owner, at, want, reason))?;
+            let run = self.pin_at(iotlb, at, held).map_err(|blame| self.fault(at, want, blame))?;
             held = Some(run.owner);
             if !run.access.allows(want) {
-                return Err(self.fault(run.to.owner(), at, want, FaultReason::Permission).into());
+                return Err(self.refuse(run.to.owner(), at, want, FaultReason::Permission).into());
             }
             let last = run.range.last().min(part.last());
             push(segments, &run, at, last);
@@ -170,12 +166,7 @@ impl<D: Deref<Target = Domain>> Pins<D> {
     }
 
     /// Finds the run that holds `at` and pins its mapping, unless that is `held`, which is pinned.
-    fn pin_at(
-        &mut self,
-        iotlb: &mut Iotlb,
-        at: Iova,
-        held: Option<Owner>,
-    ) -> Result<Run, (FaultReason, Option<EndpointId>)> {
+    fn pin_at(&mut self, iotlb: &mut Iotlb, at: Iova, held: Option<Owner>) -> Result<Run, Blame> {
         let domain = &*self.domain;
         let is_pinned = |run: &Run| held == Some(run.owner) || domain.tenant.pin(run.owner);
         let remembered = iotlb.find(domain.serial(), at).copied().filter(is_pinned);
@@ -204,12 +195,12 @@ impl<D: Deref<Target = Domain>> Pins<D> {
             return Ok(());
         }
         let Some(needed) = self.domain.peer_gates(self.accessor, owner, want) else {
-            return Err(self.fault(Some(owner), at, want, FaultReason::Peer));
+            return Err(self.refuse(Some(owner), at, want, FaultReason::Peer));
         };
         for gate in needed {
             if !self.gates.contains(&gate) {
                 if !self.domain.pin_gate(gate) {
-                    return Err(self.fault(Some(owner), at, want, FaultReason::Peer));
+                    return Err(self.refuse(Some(owner), at, want, FaultReason::Peer));
                 }
                 self.gates.push(gate);
             }
@@ -224,8 +215,15 @@ impl<D: Deref<Target = Domain>> Pins<D> {
         }
     }
 
-    fn fault(&self, owner: Option<EndpointId>, at: Iova, want: Access, reason: FaultReason) -> Fault {
-        self.domain.fault(self.accessor, owner, at, want, reason)
+    /// A fault at an address that is pinned.
+    #[cold]
+    fn refuse(&self, owner: Option<EndpointId>, at: Iova, want: Access, reason: FaultReason) -> Fault {
+        self.fault(at, want, Blame { reason, owner, mapping: self.domain.provenance(at) })
+    }
+
+    fn fault(&self, iova: Iova, access: Access, blame: Blame) -> Fault {
+        let Blame { reason, owner, mapping } = blame;
+        Fault { accessor: self.accessor, owner, domain: self.domain.id(), iova, access, reason, mapping }
     }
 
     /// Lets mappings beyond the first `held` go, and pieces beyond `counted`.

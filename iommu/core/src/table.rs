@@ -7,12 +7,16 @@
 //! Not here: pin words, quotas, the index; the domain does those under the same lock.
 
 use crate::drain::Latch;
+use crate::fault::{MappingKind, Provenance, Relation};
 use crate::index::CLASSES;
 use crate::slab::Slab;
-use iommu_addr::{BufferId, Iova, Range};
+use iommu_addr::{Access, Addr, BufferId, Iova, Range};
 use smallvec::SmallVec;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+
+/// Removed mappings that a domain remembers, for whoever is told of a fault.
+const REMEMBERED: usize = 64;
 
 /// Whose a mapping is, which says how it may be removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,22 +33,42 @@ pub(crate) struct Mapping {
     pub(crate) range: Range<Iova>,
     /// Place of the first record.
     pub(crate) head: u32,
-    pub(crate) is_buffer: bool,
     pub(crate) is_draining: bool,
+    pub(crate) made: Made,
+}
+
+/// How a mapping was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Made {
+    /// As [`Provenance::request`].
+    pub(crate) request: u64,
+    pub(crate) kind: MappingKind,
+    pub(crate) access: Access,
+}
+
+impl Mapping {
+    pub(crate) fn is_buffer(&self) -> bool {
+        self.made.kind != MappingKind::Guest
+    }
+
+    fn provenance(&self, relation: Relation) -> Provenance {
+        let Self { range, is_draining, made: Made { request, kind, access }, .. } = *self;
+        Provenance { relation, kind, range, access, request, is_draining }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     last: Iova,
     head: u32,
-    is_buffer: bool,
     is_draining: bool,
+    made: Made,
 }
 
 impl Entry {
     fn mapping(self, start: Iova) -> Option<Mapping> {
-        let Self { last, head, is_buffer, is_draining } = self;
-        Some(Mapping { range: Range::new(start, last)?, head, is_buffer, is_draining })
+        let Self { last, head, is_draining, made } = self;
+        Some(Mapping { range: Range::new(start, last)?, head, is_draining, made })
     }
 }
 
@@ -71,6 +95,8 @@ pub(crate) struct Table {
     draining: BTreeMap<Draining, Waiters>,
     /// Runs of each class.
     population: [u32; CLASSES],
+    /// What was removed last, oldest first.
+    removed: VecDeque<Mapping>,
 }
 
 impl Table {
@@ -109,7 +135,7 @@ impl Table {
     }
 
     /// Adds a mapping that overlaps none. `records` are in order of address, at least one.
-    pub(crate) fn insert(&mut self, range: Range<Iova>, records: &[u32], origin: Origin) {
+    pub(crate) fn insert(&mut self, range: Range<Iova>, records: &[u32], origin: Origin, made: Made) {
         let Some(head) = records.first().copied() else { return };
         if records.len() > 1 {
             self.scattered.insert(range.start(), records.into());
@@ -117,19 +143,41 @@ impl Table {
         if let Origin::Buffer(buffer) = origin {
             self.buffers.insert(range.start(), buffer);
         }
-        let is_buffer = origin != Origin::Guest;
-        let entry = Entry { last: range.last(), head, is_buffer, is_draining: false };
-        self.mappings.insert(range.start(), entry);
+        self.mappings.insert(range.start(), Entry { last: range.last(), head, is_draining: false, made });
     }
 
-    /// Removes a mapping; what is left of it is its records.
+    /// Removes a mapping; what is left of it is its records, and a memory of it.
     pub(crate) fn remove(&mut self, mapping: &Mapping) -> Box<[u32]> {
         let start = mapping.range.start();
         self.mappings.remove(&start);
-        if mapping.is_buffer {
+        if mapping.is_buffer() {
             self.buffers.remove(&start);
         }
+        if self.removed.len() >= REMEMBERED {
+            self.removed.pop_front();
+        }
+        self.removed.push_back(Mapping { is_draining: false, ..*mapping });
         self.scattered.remove(&start).unwrap_or_else(|| Box::new([mapping.head]))
+    }
+
+    /// The mapping that a refusal at `at` is about.
+    pub(crate) fn provenance(&self, at: Iova) -> Option<Provenance> {
+        if let Some(mapping) = self.at(at) {
+            return Some(mapping.provenance(Relation::Holds));
+        }
+        if let Some(mapping) = self.removed.iter().rev().find(|mapping| mapping.range.holds(at)) {
+            return Some(mapping.provenance(Relation::Held));
+        }
+        let below = self.mappings.range(..at).next_back().and_then(|(start, entry)| entry.mapping(*start));
+        let above = self.mappings.range(at..).next().and_then(|(start, entry)| entry.mapping(*start));
+        let distance = |mapping: &Mapping| {
+            at.raw()
+                .checked_sub(mapping.range.last().raw())
+                .unwrap_or(mapping.range.start().raw().wrapping_sub(at.raw()))
+        };
+        // The one below if both are as far: running on beyond an end is the commoner mistake.
+        let nearest = below.into_iter().chain(above).min_by_key(distance)?;
+        Some(nearest.provenance(Relation::Nearest))
     }
 
     /// The record of `mapping` that holds `at`.

@@ -30,12 +30,14 @@ pub(crate) struct Tenant {
     pub(crate) registry: RwLock<BTreeMap<DomainId, Arc<Domain>>>,
 }
 
-/// State of the slab and of the index that only writers need.
+/// State of the slab and of the index that only writers need, and how many mappings there were.
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     pub(crate) free: FreeList,
     /// Entries in the index.
     pub(crate) indexed: usize,
+    /// Mappings made so far.
+    pub(crate) made: u64,
 }
 
 impl Tenant {

@@ -123,8 +123,8 @@ fn peer_rights_are_denied_until_given_and_have_a_direction() {
     let domain = two(&iommu);
     let may = |from, to, want| Pins::new(&*domain, from).unwrap().peer(to, want, Iova(0x42)).is_ok();
     let fault = Pins::new(&*domain, GPU).unwrap().peer(FPGA, Access::READ, Iova(0x42)).unwrap_err();
-    let (access, reason) = (Access::READ, FaultReason::Peer);
-    let expected = Fault { accessor: GPU, owner: Some(FPGA), domain: DomainId(1), iova: Iova(0x42), access, reason };
+    let (domain_id, iova, access, reason) = (DomainId(1), Iova(0x42), Access::READ, FaultReason::Peer);
+    let expected = Fault { accessor: GPU, owner: Some(FPGA), domain: domain_id, iova, access, reason, mapping: None };
     assert_eq!(fault, expected);
     assert_eq!(domain.peer_query(GPU, FPGA), Ok(Access::NONE));
     assert_eq!(domain.peer_enable(GPU, FPGA, Access::READ), Ok(Access::READ));

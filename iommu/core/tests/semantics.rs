@@ -59,7 +59,16 @@ fn access_beyond_the_mapping_is_refused_at_its_first_address_with_the_owner() {
     let refused = pins(&domain).translate(&mut Iotlb::default(), range(0x800, 0x1800), Access::WRITE).unwrap_err();
     let reason = FaultReason::Permission;
     let (access, domain_id) = (Access::WRITE, DomainId(1));
-    let fault = Fault { accessor: GPU, owner: Some(GPU), domain: domain_id, iova: Iova(0x1000), access, reason };
+    let mapping = Provenance {
+        relation: Relation::Holds,
+        kind: MappingKind::Guest,
+        range: pages(1, 1),
+        access: Access::READ,
+        request: 2,
+        is_draining: false,
+    };
+    let (iova, mapping) = (Iova(0x1000), Some(mapping));
+    let fault = Fault { accessor: GPU, owner: Some(GPU), domain: domain_id, iova, access, reason, mapping };
     assert_eq!(refused, Refused::Fault(fault));
     assert_eq!(refusal(look(&domain, pages(2, 1), Access::READ)), (0x2000, FaultReason::Permission));
     assert_eq!(refusal(look(&domain, pages(2, 1), Access::RW)), (0x2000, FaultReason::Permission));
