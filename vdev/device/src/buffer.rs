@@ -65,12 +65,13 @@ impl Device {
             }
             Err(error) => {
                 let is_stale = matches!(error, RequestError::FreedHandle { .. });
+                let owner = lock(&self.buffers).owner(handle);
                 self.report(
                     turn,
                     &FaultRecord {
                         domain: domain.id,
                         accessor: None,
-                        owner: None,
+                        owner,
                         address: Iova(0),
                         access: Access::NONE,
                         reason: if is_stale { FaultReason::Stale } else { FaultReason::Domain },
@@ -78,6 +79,8 @@ impl Device {
                         cookie: 0,
                         status: error.status(),
                         value: handle,
+                        mapping: None,
+                        is_foreign: true,
                     },
                 );
                 completer.answer(Err(error));

@@ -145,6 +145,15 @@ impl Buffers {
         }
     }
 
+    /// In whose memory the buffer that `handle` names lies, whatever its domain.
+    pub(crate) fn owner(&self, handle: u64) -> Option<EndpointId> {
+        let id = BufferId::from_raw(handle);
+        match self.places.get(id.index as usize)?.state {
+            State::Live(buffer) if buffer.id == id => Some(buffer.endpoint),
+            _ => None,
+        }
+    }
+
     /// Begins to free every buffer of the domain, or those in the memory of one endpoint.
     pub(crate) fn take_all(&mut self, domain: u64, endpoint: Option<EndpointId>) -> Vec<Buffer> {
         let mut taken = Vec::new();

@@ -4,9 +4,10 @@
 
 use hw_engine::EngineError;
 use iommu_addr::{Access, EndpointId, Iova};
+use iommu_core::Provenance;
 use vdev_wire::{FaultReason, Status};
 
-/// A refused access: who, where, why.
+/// A refused access: who, where, why, and the mapping that it is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
     pub(crate) accessor: Option<EndpointId>,
@@ -14,6 +15,7 @@ pub(crate) struct Fault {
     pub(crate) address: Iova,
     pub(crate) access: Access,
     pub(crate) reason: FaultReason,
+    pub(crate) mapping: Option<Provenance>,
 }
 
 /// Everything that a guest can be refused for.

@@ -77,7 +77,7 @@ impl Events {
         event.reason = record.reason as u8;
         event.access = bit(record.access.read, ACCESS_READ) | bit(record.access.write, ACCESS_WRITE);
         event.accessor = raw(record.accessor).into();
-        event.owner = raw(record.owner).into();
+        event.owner = raw(record.owner.filter(|_| !record.is_foreign)).into();
         event.stream = record.stream.into();
         event.address = record.address.0.into();
         event.cookie = record.cookie.into();
@@ -105,12 +105,15 @@ impl Events {
         self.waiting.load(Ordering::Acquire) != 0
     }
 
-    /// Forgets what waits: a new driver has no use for it.
-    pub(crate) fn clear(&self) {
+    /// Drops what waits, which a new driver has no use for; gives how many that were.
+    pub(crate) fn clear(&self) -> u64 {
         let mut state = lock(&self.state);
+        let waiting = u64::try_from(state.pending.len()).unwrap_or(u64::MAX);
         state.pending.clear();
+        state.dropped = state.dropped.wrapping_add(waiting);
         state.overflowed = false;
         self.waiting.store(0, Ordering::Release);
+        waiting
     }
 
     fn take(&self) -> Option<Event> {

@@ -46,8 +46,8 @@ impl From<iommu_core::Fault> for Refusal {
             iommu_core::FaultReason::Draining => FaultReason::Draining,
             iommu_core::FaultReason::Access => FaultReason::Access,
         };
-        let accessor = Some(fault.accessor);
-        Self::Fault(Fault { accessor, owner: fault.owner, address: fault.iova, access: fault.access, reason })
+        let iommu_core::Fault { accessor, owner, iova: address, access, mapping, .. } = fault;
+        Self::Fault(Fault { accessor: Some(accessor), owner, address, access, reason, mapping })
     }
 }
 
@@ -227,7 +227,7 @@ impl Planner<'_> {
     /// Peer rights, register access, and the way to go. An accessor that may be any becomes the first that has every right.
     fn check(self, pins: &mut DomainPins, is_any: bool, sides: &[Side<'_>]) -> Result<Plan, Refusal> {
         if is_any { choose(pins, sides) } else { allow(pins, sides) }?;
-        check_registers(pins.accessor(), sides)?;
+        check_registers(pins, sides)?;
         Ok(Plan::new(self.reach, pins.accessor(), sides.iter().flat_map(Side::owners)))
     }
 
@@ -255,7 +255,7 @@ impl Planner<'_> {
         for side in &sides {
             let mut places = addresses(side.start, side.segments);
             if let Some((at, segment)) = places.find(|(_, segment)| segment.at.is_registers()) {
-                return Err(bad_access(initiated.endpoint, segment.at.owner(), at, side.want).into());
+                return Err(bad_access(&pins, segment.at.owner(), at, side.want).into());
             }
         }
         let work = EngineWork::Kernel { src: from, dst: to };
@@ -313,7 +313,7 @@ fn choose(pins: &mut DomainPins, sides: &[Side<'_>]) -> Result<(), iommu_core::F
     refused.map_or(Ok(()), Err)
 }
 
-fn check_registers(accessor: EndpointId, sides: &[Side<'_>]) -> Result<(), Fault> {
+fn check_registers(pins: &DomainPins, sides: &[Side<'_>]) -> Result<(), Fault> {
     let mut touched = 0_usize;
     for side in sides {
         let Some(owner) = side.registers() else { continue };
@@ -321,19 +321,21 @@ fn check_registers(accessor: EndpointId, sides: &[Side<'_>]) -> Result<(), Fault
         // One access is a load or a store, not both.
         let bad = bad_register_access(side.start, side.segments).or((touched > 1).then_some(side.start));
         if let Some(at) = bad {
-            return Err(bad_access(accessor, Some(owner), at, side.want));
+            return Err(bad_access(pins, Some(owner), at, side.want));
         }
     }
     Ok(())
 }
 
-fn bad_access(accessor: EndpointId, owner: Option<EndpointId>, address: Iova, access: Access) -> Fault {
-    Fault { accessor: Some(accessor), owner, address, access, reason: FaultReason::Access }
+fn bad_access(pins: &DomainPins, owner: Option<EndpointId>, address: Iova, access: Access) -> Fault {
+    let (accessor, mapping) = (Some(pins.accessor()), pins.domain().provenance(address));
+    Fault { accessor, owner, address, access, reason: FaultReason::Access, mapping }
 }
 
 /// The domain is not there, or nobody is attached to it.
 pub(crate) fn no_domain(accessor: Option<EndpointId>) -> Fault {
-    Fault { accessor, owner: None, address: Iova(0), access: Access::NONE, reason: FaultReason::Domain }
+    let (address, access, reason) = (Iova(0), Access::NONE, FaultReason::Domain);
+    Fault { accessor, owner: None, address, access, reason, mapping: None }
 }
 
 impl From<Fault> for Refusal {

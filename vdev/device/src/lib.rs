@@ -61,6 +61,7 @@ mod work;
 
 pub use device::Device;
 pub use error::RequestError;
+pub use iommu_core::{MappingKind, Provenance, Relation};
 pub use observer::{Counter, FaultRecord, Gauge, Observer, Unobserved};
 pub use plan::Plan;
 pub use queue::Ring;

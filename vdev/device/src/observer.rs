@@ -5,6 +5,7 @@
 //! Not here: where they are kept or shown.
 
 use iommu_addr::{Access, DomainId, EndpointId, Iova};
+use iommu_core::Provenance;
 use vdev_wire::{FaultReason, Status, TransferPath};
 
 macro_rules! names {
@@ -98,6 +99,10 @@ pub struct FaultRecord {
     pub status: Status,
     /// The handle of a STALE or foreign buffer; else 0.
     pub value: u64,
+    /// The mapping that the refusal is about: the one that refused, or for an address that nothing holds the one that did or lies nearest.
+    pub mapping: Option<Provenance>,
+    /// The owner is another domain's, and the guest is not told of it.
+    pub is_foreign: bool,
 }
 
 /// What the operator sees. Called from every thread of the device: implementations must be quick and never block.

@@ -179,6 +179,8 @@ impl Device {
                         cookie,
                         status: error.status(),
                         value: 0,
+                        mapping: fault.mapping,
+                        is_foreign: false,
                     },
                 );
                 error

@@ -11,6 +11,7 @@ use crate::RequestError;
 use crate::complete::{Body, Completer};
 use crate::device::Device;
 use crate::finally::Finally;
+use crate::observer::Counter;
 use crate::spec::millis;
 use crate::sync::lock;
 use crate::turn::Turn;
@@ -21,7 +22,7 @@ impl Device {
         if version != VERSION || features != 0 {
             return completer.answer(Err(RequestError::Version { newest: VERSION }));
         }
-        self.events.clear();
+        turn.tally.add(Counter::EventsDropped, self.events.clear());
         let mut reply = HelloReply::new_zeroed();
         reply.version = VERSION.into();
         reply.session = self.spec.session.into();

@@ -75,6 +75,8 @@ mod tests {
             cookie: 7,
             status: Status::Denied,
             value: 8,
+            mapping: None,
+            is_foreign: false,
         });
         assert_eq!((page.counter(Counter::Ops as usize), page.counter(Counter::Timeouts as usize)), (3, 1));
         assert_eq!(page.gauge(Gauge::InFlight as usize), 9);
