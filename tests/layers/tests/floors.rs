@@ -19,6 +19,7 @@ const FLOORS: &[(&str, u8)] = &[
     ("peergate_guest", 3),
     ("vmm_vhost_user", 4),
     ("vmm_broker", 4),
+    ("vmm_keeper", 4),
     ("vmm_control", 4),
     ("vmm_sandbox", 4),
     ("pgctl", 4),
