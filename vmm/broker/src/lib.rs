@@ -1,11 +1,11 @@
-//! What supervisor and workers share: typed messages with file descriptors, and pages of memory.
+//! What the daemon's processes share: typed messages with file descriptors, and pages of memory.
 //!
 //! - [`Channel`] carries one serialisable message and its descriptors at a time over a `SOCK_SEQPACKET` socket pair. The messages are
-//!   [`ToWorker`] and [`ToSupervisor`], [`ToKeeper`] and [`FromKeeper`].
+//!   [`ToWorker`] and [`ToSupervisor`], [`ToKeeper`] and [`FromKeeper`], [`ToBroker`] and [`FromBroker`].
 //! - [`SharedWords`] is a sealed memory file of 64-bit words, mapped into each process that was handed it. Three views give it meaning:
-//!   [`LinkTable`], the credit of the host's links, [`TenantPage`], one tenant's counters, connection state and fault log, and
+//!   [`LinkTable`], the credit of the host's links, [`TenantPage`], one tenant's counters and fault log, and
 //!   [`JournalPage`], the chains that a tenant's worker has in hand. They live as long as the supervisor, so what a worker wrote survives it.
-//! - [`MemoryFile`] is the memory of one slice of a device; the supervisor scrubs it between two workers.
+//! - [`Leases`] is the broker's table of who holds which bytes of which device; [`MemoryFile`] is the memory of one slice for one session.
 //!
 //! Every number read from a shared page may have been written by a hostile worker: the views bound what they read and never index, wait or
 //! allocate by it.
@@ -16,6 +16,7 @@ mod channel;
 mod faults;
 mod journal_page;
 mod keeper;
+mod lease;
 mod ledger;
 mod memory_file;
 mod message;
@@ -26,10 +27,11 @@ pub use channel::{Channel, ChannelError, MAX_FDS, MAX_PAYLOAD, Message};
 pub use faults::{FAULT_SLOTS, FaultEntry, FaultLog};
 pub use journal_page::{JOURNAL_WORDS, JournalPage};
 pub use keeper::{FromKeeper, KeeperSetup, ToKeeper};
+pub use lease::{BrokerDevice, FromBroker, Lease, LeaseError, LeaseSlice, Leases, ToBroker};
 pub use ledger::{LinkTable, monotonic_now};
 pub use memory_file::MemoryFile;
 pub use message::{
     Endpoint, EndpointKind, Limits, Link, Setup, SetupFds, Staged, ToSupervisor, ToWorker, UnsealedMemory, WrongFds,
 };
-pub use tenant_page::{COUNTERS, ConnectionState, GAUGES, TenantPage};
+pub use tenant_page::{COUNTERS, GAUGES, TenantPage};
 pub use words::{SharedError, SharedWords};

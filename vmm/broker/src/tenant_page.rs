@@ -1,4 +1,4 @@
-//! What the operator sees of one tenant: numbers, the state of the connection, the fault log.
+//! What the operator sees of one tenant: numbers, the fault log.
 //!
 //! The worker writes, the supervisor reads at any time; both hold the page, so a worker that is busy, stuck or dead costs no answer and
 //! loses no record. Counters only grow, also from one worker to the next; gauges belong to the worker and are cleared after it.
@@ -17,22 +17,10 @@ pub const COUNTERS: usize = 64;
 /// Gauges in a page.
 pub const GAUGES: usize = 64;
 
-const STATE: usize = 0;
 const FIRST_COUNTER: usize = 8;
 const FIRST_GAUGE: usize = FIRST_COUNTER + COUNTERS;
 const FIRST_LOG: usize = FIRST_GAUGE + GAUGES;
 const WORDS: usize = FIRST_LOG + LOG_WORDS;
-
-/// Where a tenant's worker stands with its VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ConnectionState {
-    /// The worker is not ready.
-    Starting,
-    /// The worker waits for a VMM to connect.
-    Waiting,
-    /// A VMM is connected.
-    Connected,
-}
 
 /// One tenant's page.
 #[derive(Debug)]
@@ -86,31 +74,11 @@ impl TenantPage {
         self.gauges().get(gauge).map_or(0, |word| word.load(Ordering::Relaxed))
     }
 
-    /// Forgets what belonged to a worker that is gone: every gauge, and the connection.
+    /// Forgets what belonged to a worker that is gone: every gauge.
     pub fn clear_worker(&self) {
         for gauge in self.gauges() {
             gauge.store(0, Ordering::Relaxed);
         }
-        self.set_state(ConnectionState::Starting);
-    }
-
-    /// Where the worker stands; an unknown number reads as starting.
-    pub fn state(&self) -> ConnectionState {
-        match self.words.words()[STATE].load(Ordering::Relaxed) {
-            1 => ConnectionState::Waiting,
-            2 => ConnectionState::Connected,
-            _ => ConnectionState::Starting,
-        }
-    }
-
-    /// Says where the worker stands.
-    pub fn set_state(&self, state: ConnectionState) {
-        let number = match state {
-            ConnectionState::Starting => 0,
-            ConnectionState::Waiting => 1,
-            ConnectionState::Connected => 2,
-        };
-        self.words.words()[STATE].store(number, Ordering::Relaxed);
     }
 
     /// Appends to the fault log; `number` of the entry is not used. Takes a fixed, small number of stores.
@@ -154,12 +122,10 @@ mod tests {
         let (page, worker) = supervisor_and_worker();
         worker.count(3, 5);
         worker.set_gauge(3, 9);
-        worker.set_state(ConnectionState::Connected);
         worker.record(FaultEntry { address: 0x1000, ..FaultEntry::default() });
-        assert_eq!(page.state(), ConnectionState::Connected);
         drop(worker);
         page.clear_worker();
-        assert_eq!((page.counter(3), page.gauge(3), page.state()), (5, 0, ConnectionState::Starting));
+        assert_eq!((page.counter(3), page.gauge(3)), (5, 0));
         assert_eq!(page.faults(1).records[0].address, 0x1000);
     }
 
@@ -171,7 +137,7 @@ mod tests {
         page.record(FaultEntry::default());
         assert!((0..COUNTERS).all(|index| page.counter(index) == 1));
         assert!((0..GAUGES).all(|index| page.gauge(index) == 2));
-        assert_eq!((page.faults(9).total, page.state()), (1, ConnectionState::Starting));
+        assert_eq!(page.faults(9).total, 1);
     }
 
     #[test]

@@ -92,6 +92,8 @@ pub struct DaemonStatus {
     pub runtime_dir: PathBuf,
     /// How system calls that are on no list are treated: `enforce`, `log` or `off`.
     pub seccomp: String,
+    /// The broker's process; none while it is being replaced.
+    pub broker_pid: Option<u32>,
 }
 
 /// Where a tenant stands.
@@ -106,7 +108,7 @@ pub enum TenantState {
     Connected,
     /// Its worker has ended, and the next one is not started yet.
     Restarting,
-    /// There will be no worker: the daemon ends, or the tenant's memory could not be scrubbed.
+    /// There will be no worker: the daemon ends.
     Stopped,
 }
 
@@ -121,6 +123,10 @@ pub struct TenantStatus {
     pub session: u32,
     /// The present worker's process.
     pub worker_pid: Option<u32>,
+    /// The keeper's process, which holds the VMM's connection from one worker to the next.
+    pub keeper_pid: Option<u32>,
+    /// How long the VMM had no worker the last time it lost one, in microseconds, from the worker's end to the next one's knowing all.
+    pub last_outage_us: Option<u64>,
     /// Workers that failed.
     pub failures: u64,
     /// Accesses refused.

@@ -1,6 +1,6 @@
-//! `peergated`, the daemon's command line: a supervisor, or, when a supervisor starts it so, a worker.
+//! `peergated`, the daemon's command line: a supervisor, or, when a supervisor starts it so, a process of one of its roles.
 //!
-//! Not here: what either does.
+//! Not here: what any of them does.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -9,10 +9,11 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::{Parser, Subcommand};
 
+use crate::broker::BrokerArgs;
 use crate::config::quantity::size;
 use crate::config::{Config, DEFAULT};
 use crate::worker::WorkerArgs;
-use crate::{log, supervisor, worker};
+use crate::{broker, log, supervisor, worker};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -50,6 +51,9 @@ enum Role {
     /// Started by a supervisor, never by hand
     #[command(hide = true)]
     Worker(WorkerArgs),
+    /// Started by a supervisor, never by hand
+    #[command(hide = true)]
+    Broker(BrokerArgs),
 }
 
 /// What went wrong, as an exit status.
@@ -76,13 +80,8 @@ pub fn main() -> ExitCode {
 }
 
 fn run(mut cli: Cli) -> Result<(), Failure> {
-    if let Some(Role::Worker(args)) = cli.role.take() {
-        log::start(&args.log, Some(&args.tenant)).map_err(Failure::Usage)?;
-        return match worker::run(&args) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(Failure::Told),
-            Err(error) => Err(Failure::Failed(error)),
-        };
+    if let Some(role) = cli.role.take() {
+        return play(&role);
     }
     if cli.print_default_config {
         return print(DEFAULT).map_err(Failure::Failed);
@@ -97,6 +96,23 @@ fn run(mut cli: Cli) -> Result<(), Failure> {
     }
     log::start(&config.daemon.log, None).map_err(Failure::Usage)?;
     supervisor::run(config).map_err(Failure::Failed)
+}
+
+fn play(role: &Role) -> Result<(), Failure> {
+    let (tag, args) = match role {
+        Role::Worker(args) => (args.tenant.as_str(), &args.role),
+        Role::Broker(args) => ("broker", &args.role),
+    };
+    log::start(&args.log, Some(tag)).map_err(Failure::Usage)?;
+    let went_well = match role {
+        Role::Worker(args) => worker::run(args),
+        Role::Broker(args) => broker::run(args).map(|()| true),
+    };
+    match went_well {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(Failure::Told),
+        Err(error) => Err(Failure::Failed(error)),
+    }
 }
 
 fn print(text: &str) -> anyhow::Result<()> {

@@ -12,8 +12,14 @@ use serde_json::{Value, json};
 /// What a thread does, and so which system calls it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// The process that starts workers; its filter is inherited by them, so it holds what theirs hold.
+    /// The process that starts the others; its filter is inherited by them, so it holds what theirs hold.
     Supervisor,
+    /// A whole broker, once it has its threads.
+    Broker,
+    /// Gives memory of ended leases back.
+    Scrubber,
+    /// A whole keeper.
+    Keeper,
     /// A whole worker, before it starts its threads.
     Worker,
     /// Answers a VMM's messages and maps guest memory.
@@ -26,12 +32,24 @@ pub enum Class {
 
 impl Class {
     /// Every class.
-    pub const ALL: [Self; 5] = [Self::Supervisor, Self::Worker, Self::Connection, Self::Queue, Self::Timekeeper];
+    pub const ALL: [Self; 8] = [
+        Self::Supervisor,
+        Self::Broker,
+        Self::Scrubber,
+        Self::Keeper,
+        Self::Worker,
+        Self::Connection,
+        Self::Queue,
+        Self::Timekeeper,
+    ];
 
     /// Name of the filter and of its file.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Supervisor => "supervisor",
+            Self::Broker => "broker",
+            Self::Scrubber => "scrubber",
+            Self::Keeper => "keeper",
             Self::Worker => "worker",
             Self::Connection => "connection",
             Self::Queue => "queue",
@@ -42,6 +60,9 @@ impl Class {
     const fn source(self) -> &'static str {
         match self {
             Self::Supervisor => include_str!("../../../configs/seccomp/supervisor.json"),
+            Self::Broker => include_str!("../../../configs/seccomp/broker.json"),
+            Self::Scrubber => include_str!("../../../configs/seccomp/scrubber.json"),
+            Self::Keeper => include_str!("../../../configs/seccomp/keeper.json"),
             Self::Worker => include_str!("../../../configs/seccomp/worker.json"),
             Self::Connection => include_str!("../../../configs/seccomp/connection.json"),
             Self::Queue => include_str!("../../../configs/seccomp/queue.json"),
@@ -248,6 +269,9 @@ mod tests {
     fn supervisor_holds_what_a_worker_holds_and_a_worker_what_its_threads_hold() {
         let inherits = [
             (Class::Supervisor, Class::Worker),
+            (Class::Supervisor, Class::Keeper),
+            (Class::Supervisor, Class::Broker),
+            (Class::Supervisor, Class::Scrubber),
             (Class::Worker, Class::Connection),
             (Class::Worker, Class::Queue),
             (Class::Worker, Class::Timekeeper),
@@ -264,7 +288,7 @@ mod tests {
 
     #[test]
     fn threads_that_parse_a_guests_bytes_can_open_start_and_connect_nothing() {
-        for class in [Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper] {
+        for class in [Class::Keeper, Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper] {
             let rules = rules(class);
             for syscall in
                 ["open", "openat", "openat2", "execve", "execveat", "fork", "vfork", "socket", "connect", "ptrace"]

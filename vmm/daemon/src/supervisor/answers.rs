@@ -12,6 +12,7 @@ use vmm_control::{
 };
 
 use super::Supervisor;
+use super::child::Child;
 use super::tenant::Tenant;
 use crate::config::{Config, TenantConfig};
 
@@ -26,6 +27,7 @@ pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
                 uptime_ms: u64::try_from(supervisor.started.elapsed().as_millis()).unwrap_or(u64::MAX),
                 runtime_dir: config.daemon.runtime_dir.clone(),
                 seccomp: config.daemon.seccomp.to_string(),
+                broker_pid: supervisor.broker.child().map(Child::pid),
             },
             tenants: tenants.iter().map(status).collect(),
         }),
@@ -46,7 +48,9 @@ fn status(tenant: &Tenant) -> TenantStatus {
         name: tenant.config.name.clone(),
         state: tenant.state(),
         session: tenant.session,
-        worker_pid: tenant.worker_pid(),
+        worker_pid: tenant.worker().map(Child::pid),
+        keeper_pid: tenant.keeper().map(Child::pid),
+        last_outage_us: tenant.last_outage.and_then(|outage| u64::try_from(outage.as_micros()).ok()),
         failures: tenant.failures,
         faults: page.faults(0).total,
         counters: counters.collect(),

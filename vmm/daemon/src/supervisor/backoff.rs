@@ -4,12 +4,12 @@
 
 use std::time::Duration;
 
-/// Pause after the first failure; it doubles with each further one.
+/// Pause after the second failure in a row; it doubles with each further one. The first one costs a VM's work no pause.
 const FIRST: Duration = Duration::from_millis(100);
 /// Longest pause.
 const LONGEST: Duration = Duration::from_secs(5);
 /// A worker that lived this long had no trouble starting.
-const HEALTHY: Duration = Duration::from_secs(30);
+const HEALTHY: Duration = Duration::from_secs(1);
 /// Least time from one worker's start to the next one's, so that a VMM that connects and hangs up in a loop costs little.
 const SPACING: Duration = Duration::from_millis(50);
 
@@ -29,9 +29,9 @@ impl Backoff {
         if lived >= HEALTHY {
             self.failures = 0;
         }
-        let pause = FIRST.saturating_mul(1 << self.failures.min(16)).min(LONGEST);
+        let doublings = self.failures.checked_sub(1);
         self.failures = self.failures.saturating_add(1);
-        pause
+        doublings.map_or(Duration::ZERO, |times| FIRST.saturating_mul(1 << times.min(16)).min(LONGEST))
     }
 }
 
@@ -43,10 +43,11 @@ mod tests {
     fn pauses_double_up_to_the_longest_and_start_again_after_a_good_end() {
         let mut backoff = Backoff::default();
         let pauses: Vec<_> = (0..8).map(|_| backoff.after(true, Duration::ZERO).as_millis()).collect();
-        assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
+        assert_eq!(pauses, [0, 100, 200, 400, 800, 1600, 3200, 5000]);
         assert_eq!(backoff.after(false, Duration::from_secs(1)), Duration::ZERO);
+        assert_eq!(backoff.after(true, Duration::ZERO), Duration::ZERO);
         assert_eq!(backoff.after(true, Duration::ZERO), FIRST);
-        assert_eq!(backoff.after(true, HEALTHY), FIRST, "a long life forgives");
+        assert_eq!(backoff.after(true, HEALTHY), Duration::ZERO, "a long life forgives");
         for _ in 0..100 {
             backoff.after(true, Duration::ZERO);
         }

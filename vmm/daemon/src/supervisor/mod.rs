@@ -11,7 +11,10 @@
 
 mod answers;
 mod backoff;
+mod broker;
+mod child;
 mod clients;
+mod process;
 mod runtime_dir;
 mod tenant;
 
@@ -29,40 +32,47 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
-use vmm_broker::LinkTable;
+use vmm_broker::{FromBroker, LinkTable};
 use vmm_control::{SocketFile, TenantState};
 use vmm_sandbox::{Class, Sandbox, Signals};
 
 use crate::config::Config;
+use broker::Broker;
+use child::{Child, Heard};
 use clients::Clients;
 use runtime_dir::RuntimeDir;
-use tenant::{Heard, Stage, Tenant};
+use tenant::Tenant;
 
 /// How long workers may take to end in good order.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What an event is about: one of these, plus a number.
+/// What an event is about: one of these, plus the number of a tenant or client.
 const SIGNAL: u32 = 0;
 const TIMER: u32 = 1;
 const CONTROL: u32 = 2;
-const CHANNEL: u32 = 0x1_0000;
-const WORKER: u32 = 0x2_0000;
-const CLIENT: u32 = 0x3_0000;
+const BROKER: u32 = 3;
+const BROKER_END: u32 = 4;
+const WORKER: u32 = 0x1_0000;
+const WORKER_END: u32 = 0x2_0000;
+const KEEPER: u32 = 0x3_0000;
+const KEEPER_END: u32 = 0x4_0000;
+const CLIENT: u32 = 0x5_0000;
 
 /// Everything that lives as long as the daemon.
 pub(crate) struct Supervisor {
     config: Config,
     tenants: Vec<Tenant>,
+    broker: Broker,
     links: LinkTable,
     control: Option<SocketFile>,
     clients: Clients,
     signals: Signals,
     timer: OwnedFd,
     started: Instant,
-    /// When workers that still run are killed, or given up if they have been.
+    /// When processes that still run are killed, or given up if they have been.
     ending: Option<Instant>,
     killed: bool,
-    /// How many workers are left behind, once the loop is to end.
+    /// How many processes are left behind, once the loop is to end.
     done: Rc<Cell<Option<usize>>>,
     /// Whoever started the daemon has been told that every tenant can be connected to.
     told_ready: bool,
@@ -89,7 +99,7 @@ pub(crate) fn run(config: Config) -> anyhow::Result<()> {
         match done.get() {
             None => manager.run().map_err(|error| anyhow::anyhow!("The event loop failed: {error}"))?,
             Some(0) => return Ok(()),
-            Some(left) => bail!("Killed workers have not ended ({left}); their VMMs hold them, so end those, too"),
+            Some(left) => bail!("Killed processes have not ended ({left}); their VMMs hold them, so end those, too"),
         };
     }
 }
@@ -112,7 +122,11 @@ impl Supervisor {
         let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)
             .context("Cannot make a timer")?;
         Ok(Self {
-            tenants: config.tenants.iter().cloned().map(Tenant::new).collect::<anyhow::Result<_>>()?,
+            tenants: (0..)
+                .zip(config.tenants.iter().cloned())
+                .map(|(id, tenant)| Tenant::new(id, tenant))
+                .collect::<anyhow::Result<_>>()?,
+            broker: Broker::new(),
             links: LinkTable::create(&bandwidths)?,
             control: Some(control),
             clients: Clients::default(),
@@ -160,46 +174,53 @@ impl Supervisor {
         let overdue = self.ending.is_some_and(|at| at <= now);
         let given_up = overdue && self.killed;
         if overdue && !given_up {
-            tracing::warn!("Workers are still running; killing them");
+            tracing::warn!("Processes are still running; killing them");
             self.kill(now);
         }
-        for index in 0..self.tenants.len() {
-            self.start_if_due(index, now, ops);
+        self.start_what_is_due(now, ops);
+        let left = self.processes();
+        if self.ending.is_some() && (left == 0 || given_up) {
+            self.done.set(Some(left));
         }
-        let running = self.tenants.iter().filter(|tenant| matches!(tenant.stage, Stage::Running(_))).count();
-        if self.ending.is_some() && (running == 0 || given_up) {
-            self.done.set(Some(running));
-        }
-        let pauses = self.tenants.iter().filter_map(|tenant| match tenant.stage {
-            Stage::Pause { until } => Some(until),
-            _ => None,
-        });
-        self.set_timer(pauses.chain(self.ending).min());
+        let due = self.tenants.iter().filter_map(Tenant::due).chain(self.broker.due());
+        self.set_timer(due.chain(self.ending).min());
     }
 
-    /// Kills the workers, which then have [`PATIENCE`] to be gone.
+    fn processes(&self) -> usize {
+        let tenants: usize = self.tenants.iter().map(Tenant::processes).sum();
+        tenants + usize::from(self.broker.child().is_some())
+    }
+
+    /// Kills every process, which then has [`PATIENCE`] to be gone.
     fn kill(&mut self, now: Instant) {
         self.tenants.iter_mut().for_each(Tenant::kill);
+        self.broker.kill();
         if !std::mem::replace(&mut self.killed, true) {
             self.ending = Some(now + PATIENCE);
         }
     }
 
-    fn start_if_due(&mut self, index: usize, now: Instant, ops: &mut EventOps<'_>) {
-        let Some(tenant) = self.tenants.get_mut(index) else { return };
-        if !matches!(tenant.stage, Stage::Pause { until } if until <= now) {
-            return;
+    /// Starts the broker, keepers, and asks for the leases that the next workers need.
+    fn start_what_is_due(&mut self, now: Instant, ops: &mut EventOps<'_>) {
+        let Self { config, tenants, broker, .. } = self;
+        if broker.start_if_due(config, tenants.iter().filter_map(|tenant| tenant.held(config)), now)
+            && let Some(child) = broker.child()
+        {
+            listen_to(ops, child, BROKER, BROKER_END);
         }
-        if let Err(error) = tenant.start(&self.config, &self.links) {
-            tracing::error!(tenant = tenant.config.name, "{error:#}");
-            return;
-        }
-        let Stage::Running(worker) = &tenant.stage else { return };
-        // There are at most 128 tenants.
-        let number = u32::try_from(index).unwrap_or(0);
-        add(ops, worker.pidfd.as_fd(), WORKER + number);
-        if let Some(channel) = &worker.channel {
-            add(ops, channel.as_fd(), CHANNEL + number);
+        for tenant in tenants {
+            let number = u32::from(tenant.id);
+            if tenant.start_keeper_if_due(config, now)
+                && let Some(keeper) = tenant.keeper()
+            {
+                listen_to(ops, keeper, KEEPER + number, KEEPER_END + number);
+            }
+            if broker.child().is_some()
+                && let Some(lease) = tenant.wants_lease(config, now)
+                && !broker.lease(lease)
+            {
+                tenant.lease_lost();
+            }
         }
     }
 
@@ -222,7 +243,7 @@ impl Supervisor {
             Err(error) => return tracing::error!(%error, "Cannot take a signal"),
         };
         if self.ending.is_some() {
-            tracing::warn!(signal, "Killing the workers");
+            tracing::warn!(signal, "Killing every process");
             return self.kill(Instant::now());
         }
         tracing::info!(signal, "Ending");
@@ -230,6 +251,7 @@ impl Supervisor {
             forget(ops, control.as_fd());
         }
         self.tenants.iter_mut().for_each(Tenant::stop);
+        self.broker.stop();
         self.ending = Some(Instant::now() + PATIENCE);
     }
 
@@ -245,27 +267,96 @@ impl Supervisor {
         }
     }
 
-    fn on_channel(&mut self, index: usize, ops: &mut EventOps<'_>) {
-        let Some(tenant) = self.tenants.get_mut(index) else { return };
-        if tenant.hear() == Heard::Closed
-            && let Stage::Running(worker) = &mut tenant.stage
-            && let Some(channel) = worker.channel.take()
+    fn tenant(&mut self, id: u32) -> Option<&mut Tenant> {
+        self.tenants.iter_mut().find(|tenant| u32::from(tenant.id) == id)
+    }
+
+    fn on_worker(&mut self, id: u32, ops: &mut EventOps<'_>) {
+        let Some(tenant) = self.tenant(id) else { return };
+        if tenant.hear_worker()
+            && let Some(channel) = tenant.take_worker_channel()
         {
             forget(ops, channel.as_fd());
         }
         self.tell_ready();
     }
 
-    fn on_worker(&mut self, index: usize, ops: &mut EventOps<'_>) {
-        let Some(tenant) = self.tenants.get_mut(index) else { return };
-        // Its last words may still be there.
-        while tenant.hear() == Heard::Message {}
-        let Some((worker, status)) = tenant.reap() else { return };
-        forget(ops, worker.pidfd.as_fd());
-        if let Some(channel) = &worker.channel {
+    fn on_worker_end(&mut self, id: u32, ops: &mut EventOps<'_>) {
+        let Some(tenant) = self.tenant(id) else { return };
+        // Its last words may still be there; and whether its VMM has gone decides how the next one begins.
+        tenant.hear_worker();
+        tenant.hear_keeper();
+        let Some((worker, status)) = tenant.reap_worker() else { return };
+        listen_no_more(ops, &worker);
+        tenant.report(&worker, status);
+    }
+
+    fn on_keeper(&mut self, id: u32, ops: &mut EventOps<'_>) {
+        let Some(tenant) = self.tenant(id) else { return };
+        if tenant.hear_keeper()
+            && let Some(channel) = tenant.take_keeper_channel()
+        {
             forget(ops, channel.as_fd());
         }
-        report(tenant, worker.reason.as_deref(), status);
+        self.tell_ready();
+    }
+
+    fn on_keeper_end(&mut self, id: u32, ops: &mut EventOps<'_>) {
+        let Some(tenant) = self.tenant(id) else { return };
+        tenant.hear_keeper();
+        let Some((keeper, status)) = tenant.reap_keeper() else { return };
+        listen_no_more(ops, &keeper);
+        if !status.success() {
+            let (reason, hint) = why(keeper.reason.as_deref(), status);
+            let tenant = tenant.config.name.as_str();
+            tracing::error!(tenant, "The keeper has failed, and with it a VMM's connection: {status}{reason}{hint}");
+        }
+    }
+
+    fn on_broker(&mut self, ops: &mut EventOps<'_>) {
+        loop {
+            match self.broker.hear() {
+                Heard::Nothing => return,
+                Heard::Closed => {
+                    if let Some(channel) = self.broker.take_channel() {
+                        forget(ops, channel.as_fd());
+                    }
+                    return;
+                }
+                Heard::Message(FromBroker::Refused { tenant, session, reason }, _) => {
+                    if let Some(tenant) = self.tenants.iter_mut().find(|known| known.config.name == tenant) {
+                        tenant.lease_refused(session, &reason);
+                    }
+                }
+                Heard::Message(FromBroker::Leased { tenant, session, .. }, slices) => {
+                    self.on_lease(&tenant, session, &slices, ops);
+                }
+            }
+        }
+    }
+
+    fn on_lease(&mut self, tenant: &str, session: u32, slices: &[OwnedFd], ops: &mut EventOps<'_>) {
+        let Self { config, tenants, links, .. } = self;
+        let Some(tenant) = tenants.iter_mut().find(|known| known.config.name == tenant) else { return };
+        // What the keeper says about its VMM decides whether the session begins afresh.
+        tenant.hear_keeper();
+        if tenant.start(session, slices, config, links)
+            && let Some(worker) = tenant.worker()
+        {
+            let number = u32::from(tenant.id);
+            listen_to(ops, worker, WORKER + number, WORKER_END + number);
+        }
+    }
+
+    fn on_broker_end(&mut self, ops: &mut EventOps<'_>) {
+        self.on_broker(ops);
+        let Some((broker, status)) = self.broker.reap() else { return };
+        listen_no_more(ops, &broker);
+        self.tenants.iter_mut().for_each(Tenant::lease_lost);
+        if self.ending.is_none() {
+            let (reason, hint) = why(broker.reason.as_deref(), status);
+            tracing::error!("The broker has failed; workers go on without it: {status}{reason}{hint}");
+        }
     }
 
     fn on_client(&mut self, number: u32, ops: &mut EventOps<'_>) {
@@ -288,43 +379,45 @@ impl MutEventSubscriber for Supervisor {
 
     fn process(&mut self, event: Events, ops: &mut EventOps<'_>) {
         let number = event.data() & 0xffff;
-        let index = usize::try_from(number).unwrap_or(usize::MAX);
         match event.data() {
             SIGNAL => self.on_signal(ops),
             TIMER => drop(rustix::io::read(&self.timer, &mut [0_u8; 8])),
             CONTROL => self.on_control(ops),
+            BROKER => self.on_broker(ops),
+            BROKER_END => self.on_broker_end(ops),
             CLIENT.. => self.on_client(number, ops),
-            WORKER.. => self.on_worker(index, ops),
-            CHANNEL.. => self.on_channel(index, ops),
+            KEEPER_END.. => self.on_keeper_end(number, ops),
+            KEEPER.. => self.on_keeper(number, ops),
+            WORKER_END.. => self.on_worker_end(number, ops),
+            WORKER.. => self.on_worker(number, ops),
             _ => {}
         }
         self.tend(ops);
     }
 }
 
-/// How a worker ended, for the log.
-fn report(tenant: &Tenant, reason: Option<&str>, status: ExitStatus) {
-    let (name, session) = (tenant.config.name.as_str(), tenant.session);
-    if matches!(tenant.stage, Stage::Over) {
-        tracing::debug!(tenant = name, session, ?reason, "The worker has ended: {status}");
-        return;
-    }
-    if status.success() {
-        tracing::info!(tenant = name, session, "The VM has gone; its slices are scrubbed");
-        return;
-    }
-    let pause_ms = match tenant.stage {
-        Stage::Pause { until } => until.saturating_duration_since(Instant::now()).as_millis(),
-        _ => 0,
-    };
+/// Why a process ended, for the log: what it said itself, quoted because whoever wrote it may be hostile, and what its end hints at.
+fn why(reason: Option<&str>, status: ExitStatus) -> (String, &'static str) {
     let hint = match status.signal().and_then(rustix::process::Signal::from_named_raw) {
         Some(rustix::process::Signal::BUS) => "; the VMM has probably truncated its guest's memory",
         Some(rustix::process::Signal::SYS) => "; it made a system call that is on no list, see the kernel's audit log",
         _ => "",
     };
-    // Quoted: whoever wrote it may be hostile.
-    let reason = reason.map(|reason| format!(", because {reason:?}")).unwrap_or_default();
-    tracing::error!(tenant = name, session, pause_ms, "The worker has failed: {status}{reason}{hint}");
+    (reason.map(|reason| format!(", because {reason:?}")).unwrap_or_default(), hint)
+}
+
+fn listen_to(ops: &mut EventOps<'_>, child: &Child, says: u32, ends: u32) {
+    add(ops, child.pidfd(), ends);
+    if let Some(channel) = child.channel() {
+        add(ops, channel, says);
+    }
+}
+
+fn listen_no_more(ops: &mut EventOps<'_>, child: &Child) {
+    forget(ops, child.pidfd());
+    if let Some(channel) = child.channel() {
+        forget(ops, channel);
+    }
 }
 
 fn add(ops: &mut EventOps<'_>, fd: BorrowedFd<'_>, data: u32) {

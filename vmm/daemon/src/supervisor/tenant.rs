@@ -1,43 +1,49 @@
-//! One tenant in the supervisor: its socket, page and slices, which outlive its workers, and the worker of the moment.
+//! One tenant: what outlives its workers, its keeper, its worker, and where it stands.
 //!
-//! A worker's life: started with a [`Setup`] and its descriptors; reports that it is ready; ends. What it used is then scrubbed, and after a
-//! pause ([`Backoff`]) the next one is started on the same listening socket, with the next session.
+//! A tenant always has a keeper, and a worker as soon as there is one to be had: a lease of its slices is asked for, then a process is started that gets
+//! it, and the keeper gets the other end of that process's connection. A worker that ends, well or not, is followed by the next. If the keeper holds a
+//! VMM then, it carries the connection over; else the session begins afresh.
 //!
-//! Not here: the event loop, answers to the operator.
+//! Not here: what a worker or a keeper does, the event loop.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::os::unix::net::UnixStream;
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use vmm_broker::{
-    Channel, ConnectionState, Endpoint, JournalPage, LinkTable, MemoryFile, Setup, TenantPage, ToSupervisor, ToWorker,
+    Endpoint, FromKeeper, JournalPage, KeeperSetup, Lease, LeaseSlice, LinkTable, Setup, TenantPage, ToKeeper, ToSupervisor, ToWorker,
 };
 use vmm_control::{SocketFile, TenantState};
 
 use super::backoff::Backoff;
-use crate::config::{Config, TenantConfig};
-
-/// Messages that a worker may send in its life; one that sends more is broken.
-const MAX_MESSAGES: u32 = 8;
-/// Characters of a worker's reason that are logged.
-const MAX_REASON: usize = 400;
+use super::child::{Child, Heard};
+use crate::config::{Config, SliceConfig, TenantConfig};
 
 /// A tenant.
 #[derive(Debug)]
 pub(crate) struct Tenant {
+    /// Never that of another tenant while the daemon runs.
+    pub(crate) id: u16,
     pub(crate) config: TenantConfig,
     pub(crate) page: TenantPage,
     journal: JournalPage,
-    /// `None` once the daemon ends.
+    /// `None` once the tenant ends.
     socket: Option<SocketFile>,
-    slices: Vec<MemoryFile>,
+    keeper: Option<Child>,
+    keeper_due: Instant,
+    keeper_backoff: Backoff,
+    /// The keeper holds a VMM's connection.
+    connected: bool,
     backoff: Backoff,
     pub(crate) session: u32,
     pub(crate) failures: u64,
     pub(crate) stage: Stage,
+    /// Since when a connected VMM has had no worker.
+    lost_at: Option<Instant>,
+    /// How long the last one had none.
+    pub(crate) last_outage: Option<Duration>,
 }
 
 /// Whether there is a worker.
@@ -45,201 +51,248 @@ pub(crate) struct Tenant {
 pub(crate) enum Stage {
     /// There will be, at that time.
     Pause { until: Instant },
-    /// There is.
-    Running(Worker),
+    /// There will be, when the broker has answered.
+    Leasing,
+    /// There is; it may not be ready.
+    Running { worker: Child, ready: bool },
     /// There will not be.
     Over,
 }
 
-/// A worker process.
-#[derive(Debug)]
-pub(crate) struct Worker {
-    child: Child,
-    started: Instant,
-    messages: u32,
-    /// Why it fails, as it says.
-    pub(crate) reason: Option<String>,
-    /// Readable once the process has ended.
-    pub(crate) pidfd: OwnedFd,
-    /// `None` once the worker has closed its end.
-    pub(crate) channel: Option<Channel>,
-}
-
-/// What a channel had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Heard {
-    /// A message; there may be more.
-    Message,
-    /// Nothing, for now.
-    Nothing,
-    /// The worker has closed its end, or has been killed for what it said: listen no more.
-    Closed,
-}
-
 impl Tenant {
-    pub(crate) fn new(config: TenantConfig) -> anyhow::Result<Self> {
+    pub(crate) fn new(id: u16, config: TenantConfig) -> anyhow::Result<Self> {
         let socket = vmm_control::listen(&config.socket, config.socket_mode)?;
         let page = TenantPage::create(&config.name)?;
         let journal = JournalPage::create(&config.name)?;
-        let slices = config.slices.iter().map(|slice| slice_file(&config, slice)).collect::<anyhow::Result<_>>()?;
+        let now = Instant::now();
         Ok(Self {
+            id,
             config,
             page,
             journal,
             socket: Some(socket),
-            slices,
+            keeper: None,
+            keeper_due: now,
+            keeper_backoff: Backoff::default(),
+            connected: false,
             backoff: Backoff::default(),
             session: 0,
             failures: 0,
-            stage: Stage::Pause { until: Instant::now() },
+            stage: Stage::Pause { until: now },
+            lost_at: None,
+            last_outage: None,
         })
     }
 
     /// Where the tenant stands, for the operator.
     pub(crate) fn state(&self) -> TenantState {
-        match (&self.stage, self.page.state()) {
-            (Stage::Running(_), ConnectionState::Waiting) => TenantState::Waiting,
-            (Stage::Running(_), ConnectionState::Connected) => TenantState::Connected,
-            (Stage::Running(_), ConnectionState::Starting) => TenantState::Starting,
-            (Stage::Pause { .. }, _) if self.session == 0 => TenantState::Starting,
-            (Stage::Pause { .. }, _) => TenantState::Restarting,
+        match (&self.stage, self.connected) {
             (Stage::Over, _) => TenantState::Stopped,
+            (Stage::Running { ready: true, .. }, true) if self.lost_at.is_none() => TenantState::Connected,
+            (Stage::Running { ready: true, .. }, false) if self.keeper.is_some() => TenantState::Waiting,
+            _ if self.session <= 1 && self.failures == 0 => TenantState::Starting,
+            _ => TenantState::Restarting,
         }
     }
 
-    /// The worker's process.
-    pub(crate) fn worker_pid(&self) -> Option<u32> {
+    /// The worker, if there is one.
+    pub(crate) fn worker(&self) -> Option<&Child> {
         match &self.stage {
-            Stage::Running(worker) => Some(worker.child.id()),
+            Stage::Running { worker, .. } => Some(worker),
             _ => None,
         }
     }
 
-    /// Starts the next worker. On an error the next try follows after a pause.
-    pub(crate) fn start(&mut self, config: &Config, links: &LinkTable) -> anyhow::Result<()> {
-        self.session = self.session.wrapping_add(1).max(1);
-        let started = self.launch(config, links);
-        match started {
-            Ok(worker) => {
-                tracing::debug!(
-                    tenant = self.config.name,
-                    session = self.session,
-                    pid = worker.child.id(),
-                    "Worker started"
-                );
-                self.stage = Stage::Running(worker);
-                Ok(())
-            }
-            Err(error) => {
-                self.pause(true, Duration::ZERO);
-                Err(error)
-            }
-        }
+    /// The keeper, if there is one.
+    pub(crate) fn keeper(&self) -> Option<&Child> {
+        self.keeper.as_ref()
     }
 
-    fn launch(&self, config: &Config, links: &LinkTable) -> anyhow::Result<Worker> {
-        let socket = self.socket.as_ref().context("The daemon ends")?;
-        // Each worker meets a new VMM.
-        self.journal.clear();
-        let (ours, theirs) = Channel::pair()?;
-        ours.set_nonblocking()?;
-        let daemon = &config.daemon;
-        let mut command = Command::new("/proc/self/exe");
-        command
-            .arg0("peergated")
-            .args(["worker", "--tenant", &self.config.name, "--seccomp", daemon.seccomp.name(), "--log", &daemon.log])
-            .args(["--parent", &std::process::id().to_string()])
-            .args(daemon.core_dumps.then_some("--core-dumps"))
-            .env_clear()
-            .stdin(Stdio::from(theirs.into_fd()))
-            .stdout(Stdio::null())
-            // The terminal's signals are for the supervisor, which then ends the workers in good order.
-            .process_group(0);
-        let mut child = command.spawn().context("Cannot start a worker process")?;
-        let prepared = pidfd(&child).and_then(|pidfd| {
-            let mut fds = vec![socket.as_fd(), self.page.page(), links.page(), self.journal.page()];
-            fds.extend(self.slices.iter().map(AsFd::as_fd));
-            ours.send(&ToWorker::Setup(Box::new(self.setup(config))), &fds)?;
-            Ok(pidfd)
-        });
-        match prepared {
-            Ok(pidfd) => {
-                Ok(Worker { child, started: Instant::now(), messages: 0, reason: None, pidfd, channel: Some(ours) })
-            }
-            Err(error) => {
-                // A process that cannot be watched must not stay.
-                child.kill().and_then(|()| child.wait()).context("Cannot end a worker process")?;
-                Err(error)
-            }
-        }
+    /// What the worker holds, for a broker that knows nothing yet.
+    pub(crate) fn held(&self, config: &Config) -> Option<Lease> {
+        self.worker().map(|_| self.lease(config))
     }
 
-    fn setup(&self, config: &Config) -> Setup {
-        let endpoint = |slice: &crate::config::SliceConfig| {
-            let device = config.devices.get(slice.device)?;
-            let link = u16::try_from(slice.device).ok()?;
-            let (kind, engines) = (device.kind, device.engines);
-            Some(Endpoint { name: slice.name.clone(), kind, memory_len: slice.memory, engines, link })
+    /// When there is something to do about it, whatever others do.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        let worker = match self.stage {
+            Stage::Pause { until } => Some(until),
+            _ => None,
         };
-        Setup {
+        let keeper = Some(self.keeper_due).filter(|_| self.keeper.is_none() && self.socket.is_some());
+        // Without a keeper no worker is started.
+        keeper.or(worker)
+    }
+
+    /// Whether processes of it are left.
+    pub(crate) fn processes(&self) -> usize {
+        usize::from(self.worker().is_some()) + usize::from(self.keeper.is_some())
+    }
+
+    /// Starts a keeper if there is none and it is time. True if one was started.
+    pub(crate) fn start_keeper_if_due(&mut self, config: &Config, now: Instant) -> bool {
+        let Some(socket) = self.socket.as_ref().filter(|_| self.keeper.is_none() && self.keeper_due <= now) else {
+            return false;
+        };
+        match Child::start("keeper", &["--tenant", &self.config.name], &config.daemon) {
+            Ok(mut keeper) => {
+                keeper.tell(&ToKeeper::Setup(KeeperSetup { tenant: self.config.name.clone() }), &[socket.as_fd()]);
+                self.keeper = Some(keeper);
+                true
+            }
+            Err(error) => {
+                tracing::error!(tenant = self.config.name, "{error:#}");
+                self.keeper_due = now + self.keeper_backoff.after(true, Duration::ZERO);
+                false
+            }
+        }
+    }
+
+    /// The lease that the next worker needs, if it is time for one.
+    pub(crate) fn wants_lease(&mut self, config: &Config, now: Instant) -> Option<Lease> {
+        if self.keeper.is_none() || !matches!(self.stage, Stage::Pause { until } if until <= now) {
+            return None;
+        }
+        self.session = self.session.wrapping_add(1).max(1);
+        self.stage = Stage::Leasing;
+        Some(self.lease(config))
+    }
+
+    /// Nobody answers the question for a lease: it will be asked again.
+    pub(crate) fn lease_lost(&mut self) {
+        if matches!(self.stage, Stage::Leasing) {
+            self.stage = Stage::Pause { until: Instant::now() };
+        }
+    }
+
+    /// The broker says no.
+    pub(crate) fn lease_refused(&mut self, session: u32, reason: &str) {
+        if session != self.session || !matches!(self.stage, Stage::Leasing) {
+            return;
+        }
+        tracing::error!(tenant = self.config.name, session, "The broker gives no memory: {reason}");
+        self.pause(true, Duration::ZERO);
+    }
+
+    /// Starts the worker that the lease is for. True if there is one now. On a failure the next try follows after a pause.
+    pub(crate) fn start(&mut self, session: u32, slices: &[OwnedFd], config: &Config, links: &LinkTable) -> bool {
+        if session != self.session || !matches!(self.stage, Stage::Leasing) {
+            return false;
+        }
+        match self.launch(slices, config, links) {
+            Ok(worker) => {
+                tracing::debug!(tenant = self.config.name, session, pid = worker.pid(), "Worker started");
+                self.stage = Stage::Running { worker, ready: false };
+                true
+            }
+            Err(error) => {
+                tracing::error!(tenant = self.config.name, "{error:#}");
+                self.pause(true, Duration::ZERO);
+                false
+            }
+        }
+    }
+
+    fn launch(&mut self, slices: &[OwnedFd], config: &Config, links: &LinkTable) -> anyhow::Result<Child> {
+        let keeper = self.keeper.as_mut().context("The tenant has no keeper")?;
+        // What was said before the last worker ended has been heard, so nobody can have touched the rings if nobody was connected.
+        let fresh = !self.connected;
+        if fresh {
+            self.journal.clear();
+        }
+        let (listener, stream) = private_connection(config, self.id)?;
+        let mut worker = Child::start("worker", &["--tenant", &self.config.name], &config.daemon)?;
+        let mut fds = vec![listener.as_fd(), self.page.page(), links.page(), self.journal.page()];
+        fds.extend(slices.iter().map(AsFd::as_fd));
+        let setup = setup(&self.config, self.session, config);
+        worker.tell(&ToWorker::Setup(Box::new(setup)), &fds);
+        keeper.tell(&ToKeeper::Worker { session: self.session, fresh }, &[stream.as_fd()]);
+        Ok(worker)
+    }
+
+    fn lease(&self, config: &Config) -> Lease {
+        let slice = |slice: &SliceConfig| {
+            let device = config.devices.get(slice.device)?;
+            Some(LeaseSlice { name: slice.name.clone(), device: device.name.clone(), memory: slice.memory })
+        };
+        Lease {
             tenant: self.config.name.clone(),
             session: self.session,
-            submit_queues: self.config.submit_queues,
-            endpoints: self.config.slices.iter().filter_map(endpoint).collect(),
-            links: config.devices.iter().map(|device| device.link).collect(),
-            staged: self.config.staged.clone(),
-            limits: self.config.limits,
-            unsealed_memory: self.config.unsealed_memory,
+            slices: self.config.slices.iter().filter_map(slice).collect(),
         }
     }
 
-    /// Takes one message of the worker, if there is one.
-    pub(crate) fn hear(&mut self) -> Heard {
-        let Stage::Running(worker) = &mut self.stage else { return Heard::Nothing };
-        let Some(channel) = &worker.channel else { return Heard::Nothing };
+    /// Takes what the worker has said. True if it is not to be listened to any more.
+    pub(crate) fn hear_worker(&mut self) -> bool {
         let tenant = self.config.name.as_str();
-        match channel.receive::<ToSupervisor>() {
-            Err(error) if error.would_block() => return Heard::Nothing,
-            Ok(Some((message, _))) if worker.messages < MAX_MESSAGES => {
-                worker.messages += 1;
-                match message {
-                    ToSupervisor::Ready {} => tracing::debug!(tenant, "Worker ready"),
-                    ToSupervisor::Failed { reason } => {
-                        worker.reason = Some(reason.chars().take(MAX_REASON).collect());
-                    }
+        loop {
+            let Stage::Running { worker, ready } = &mut self.stage else { return false };
+            match worker.hear::<ToSupervisor>(tenant) {
+                Heard::Nothing => return false,
+                Heard::Closed => return true,
+                Heard::Message(ToSupervisor::Ready {}, _) => {
+                    tracing::debug!(tenant, "Worker ready");
+                    *ready = true;
                 }
-                return Heard::Message;
-            }
-            Ok(Some(_)) => tracing::error!(tenant, "The worker talks too much; ending it"),
-            // An end at the end of its life, or a worker that can no longer be told to end.
-            Ok(None) => tracing::debug!(tenant, "The worker has closed its channel"),
-            Err(error) => {
-                tracing::error!(tenant, "The worker makes no sense; ending it: {:#}", anyhow::Error::from(error));
+                Heard::Message(ToSupervisor::Failed { reason }, _) => worker.failed(&reason),
             }
         }
-        worker.kill();
-        Heard::Closed
     }
 
-    /// Looks whether the worker has ended. If so, scrubs what it used, and hands it over with how it ended; the next one follows after a
-    /// pause.
-    pub(crate) fn reap(&mut self) -> Option<(Worker, ExitStatus)> {
-        let Stage::Running(worker) = &mut self.stage else { return None };
-        let status = match worker.child.try_wait() {
-            Ok(None) => return None,
-            Ok(Some(status)) => status,
-            Err(error) => {
-                tracing::error!(tenant = self.config.name, %error, "Cannot learn how the worker ended");
-                ExitStatus::from_raw(1 << 8)
+    /// Takes what the keeper has said. True if it is not to be listened to any more.
+    pub(crate) fn hear_keeper(&mut self) -> bool {
+        loop {
+            let (tenant, Some(keeper)) = (self.config.name.as_str(), &mut self.keeper) else { return false };
+            match keeper.hear::<FromKeeper>(tenant) {
+                Heard::Nothing => return false,
+                Heard::Closed => return true,
+                Heard::Message(FromKeeper::Connected {}, _) => {
+                    tracing::info!(tenant, "A VMM has connected");
+                    self.connected = true;
+                }
+                Heard::Message(FromKeeper::Disconnected {}, _) => self.disconnected(),
+                Heard::Message(FromKeeper::Replayed { session }, _) if session == self.session => {
+                    self.last_outage = self.lost_at.take().map(|at| at.elapsed()).or(self.last_outage);
+                    tracing::info!(tenant, session, outage = ?self.last_outage, "The VM goes on with a new session");
+                }
+                Heard::Message(FromKeeper::Replayed { .. }, _) => {}
+                Heard::Message(FromKeeper::GaveUp { reason } | FromKeeper::Failed { reason }, _) => keeper.failed(&reason),
             }
-        };
-        let Stage::Running(worker) = std::mem::replace(&mut self.stage, Stage::Over) else { return None };
+        }
+    }
+
+    fn disconnected(&mut self) {
+        self.connected = false;
+        self.lost_at = None;
+        if let Some(reason) = self.keeper.as_mut().and_then(|keeper| keeper.reason.take()) {
+            // Quoted: a VMM has had a hand in it.
+            tracing::error!(tenant = self.config.name, "The VM's device is given up, because {reason:?}; restart the VM");
+        }
+    }
+
+    /// Looks whether the keeper has ended, and hands it over with how it ended; the next one follows after a pause.
+    pub(crate) fn reap_keeper(&mut self) -> Option<(Child, ExitStatus)> {
+        let status = self.keeper.as_mut()?.ended()?;
+        let keeper = self.keeper.take()?;
+        self.disconnected();
+        self.keeper_due = Instant::now() + self.keeper_backoff.after(!status.success(), keeper.age());
+        Some((keeper, status))
+    }
+
+    /// Looks whether the worker has ended, and hands it over with how it ended; the next one follows after a pause.
+    pub(crate) fn reap_worker(&mut self) -> Option<(Child, ExitStatus)> {
+        let Stage::Running { worker, .. } = &mut self.stage else { return None };
+        let status = worker.ended()?;
+        let Stage::Running { worker, .. } = std::mem::replace(&mut self.stage, Stage::Over) else { return None };
         let failed = !status.success();
         self.failures += u64::from(failed);
         self.page.clear_worker();
-        let scrubbed = self.scrub();
-        if scrubbed && self.socket.is_some() {
-            self.pause(failed, worker.started.elapsed());
+        if self.connected {
+            self.lost_at = self.lost_at.or(Some(Instant::now()));
+        }
+        if self.socket.is_some() {
+            // A worker that ends well although its VMM is there has been told to make room for the next.
+            self.pause(failed, worker.age());
         }
         Some((worker, status))
     }
@@ -248,96 +301,132 @@ impl Tenant {
         self.stage = Stage::Pause { until: Instant::now() + self.backoff.after(failed, lived) };
     }
 
-    /// No byte of one session is seen in the next. False if that cannot be ascertained.
-    fn scrub(&mut self) -> bool {
-        self.slices.iter_mut().zip(&self.config.slices).all(|(file, slice)| {
-            let (tenant, slice_name) = (self.config.name.as_str(), slice.name.as_str());
-            let Err(error) = file.scrub() else { return true };
-            tracing::error!(tenant, slice_name, %error, "Cannot scrub a slice; taking fresh memory");
-            match slice_file(&self.config, slice) {
-                Ok(fresh) => *file = fresh,
-                Err(error) => {
-                    tracing::error!(tenant, slice_name, "The tenant is stopped: {error:#}");
-                    return false;
-                }
-            }
-            true
-        })
+    /// How the worker ended, for the log.
+    pub(crate) fn report(&self, worker: &Child, status: ExitStatus) {
+        let (tenant, session, reason) = (self.config.name.as_str(), self.session, worker.reason.as_deref());
+        if matches!(self.stage, Stage::Over) {
+            return tracing::debug!(tenant, session, ?reason, "The worker has ended: {status}");
+        }
+        if status.success() {
+            return tracing::info!(tenant, session, "The VM has gone; its memory is scrubbed");
+        }
+        let pause_ms = match self.stage {
+            Stage::Pause { until } => until.saturating_duration_since(Instant::now()).as_millis(),
+            _ => 0,
+        };
+        let (reason, hint) = super::why(reason, status);
+        tracing::error!(tenant, session, pause_ms, "The worker has failed: {status}{reason}{hint}");
     }
 
-    /// Accepts nobody any more, and asks the worker to end.
+    /// Stops listening to the worker.
+    pub(crate) fn take_worker_channel(&mut self) -> Option<vmm_broker::Channel> {
+        match &mut self.stage {
+            Stage::Running { worker, .. } => worker.take_channel(),
+            _ => None,
+        }
+    }
+
+    /// Stops listening to the keeper.
+    pub(crate) fn take_keeper_channel(&mut self) -> Option<vmm_broker::Channel> {
+        self.keeper.as_mut()?.take_channel()
+    }
+
+    /// Accepts nobody any more, and asks its processes to end.
     pub(crate) fn stop(&mut self) {
         self.socket = None;
+        if let Some(keeper) = &mut self.keeper {
+            keeper.tell(&ToKeeper::Shutdown {}, &[]);
+        }
         match &mut self.stage {
-            Stage::Running(worker) => {
-                let asked = worker.channel.as_ref().map(|channel| channel.send(&ToWorker::Shutdown {}, &[]));
-                if !matches!(asked, Some(Ok(()))) {
-                    worker.kill();
-                }
+            Stage::Running { worker, .. } => {
+                worker.tell(&ToWorker::Shutdown {}, &[]);
             }
             stage => *stage = Stage::Over,
         }
     }
 
-    /// Ends the worker now.
+    /// Ends its processes now.
     pub(crate) fn kill(&mut self) {
-        if let Stage::Running(worker) = &mut self.stage {
+        if let Stage::Running { worker, .. } = &mut self.stage {
             worker.kill();
         }
-    }
-}
-
-impl Worker {
-    fn kill(&mut self) {
-        if let Err(error) = self.child.kill() {
-            tracing::error!(pid = self.child.id(), %error, "Cannot end the worker");
+        if let Some(keeper) = &mut self.keeper {
+            keeper.kill();
         }
     }
 }
 
-fn slice_file(tenant: &TenantConfig, slice: &crate::config::SliceConfig) -> anyhow::Result<MemoryFile> {
-    Ok(MemoryFile::create(&format!("peergate-{}-{}", tenant.name, slice.name), slice.memory)?)
+fn setup(tenant: &TenantConfig, session: u32, config: &Config) -> Setup {
+    let endpoint = |slice: &SliceConfig| {
+        let device = config.devices.get(slice.device)?;
+        let link = u16::try_from(slice.device).ok()?;
+        let (kind, engines) = (device.kind, device.engines);
+        Some(Endpoint { name: slice.name.clone(), kind, memory_len: slice.memory, engines, link })
+    };
+    Setup {
+        tenant: tenant.name.clone(),
+        session,
+        submit_queues: tenant.submit_queues,
+        endpoints: tenant.slices.iter().filter_map(endpoint).collect(),
+        links: config.devices.iter().map(|device| device.link).collect(),
+        staged: tenant.staged.clone(),
+        limits: tenant.limits,
+        unsealed_memory: tenant.unsealed_memory,
+    }
 }
 
-fn pidfd(child: &Child) -> anyhow::Result<OwnedFd> {
-    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).context("The worker has no process number")?;
-    pidfd_open(pid, PidfdFlags::empty()).context("Cannot watch a worker process")
+/// A listening socket for one worker, and the connection to it. Its file, which only this daemon's user can use, goes with the first.
+fn private_connection(config: &Config, id: u16) -> anyhow::Result<(SocketFile, UnixStream)> {
+    let path = config.daemon.runtime_dir.join(format!(".worker-{id}"));
+    let socket = vmm_control::listen(&path, 0o600).context("Cannot make a worker's socket")?;
+    let stream = UnixStream::connect(&path).context("Cannot connect to a worker's socket")?;
+    Ok((socket, stream))
 }
 
 #[cfg(test)]
 mod tests {
     use std::io::IoSlice;
+    use std::os::unix::process::ExitStatusExt;
     use std::path::Path;
+    use std::process::{Command, Stdio};
 
     use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+    use vmm_broker::Channel;
 
+    use super::super::process::Process;
     use super::*;
 
-    /// A tenant whose worker is a process that waits for the end of its input, and the worker's end of the channel.
-    fn with_worker(dir: &Path) -> (Tenant, Channel) {
-        let text = include_str!("../../../../configs/demo.toml");
-        let mut config = Config::parse(Path::new("demo.toml"), text).unwrap().tenants.swap_remove(0);
-        config.socket = dir.join("t.sock");
-        let mut tenant = Tenant::new(config).unwrap();
+    const CONFIG: &str = include_str!("../../../../configs/demo.toml");
+
+    /// A process that waits for the end of its input, and its end of a channel.
+    fn process() -> (Child, Channel) {
         let (ours, theirs) = Channel::pair().unwrap();
         ours.set_nonblocking().unwrap();
         let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let pidfd = pidfd(&child).unwrap();
-        tenant.stage = Stage::Running(Worker {
-            child,
-            started: Instant::now(),
-            messages: 0,
-            reason: None,
-            pidfd,
-            channel: Some(ours),
-        });
-        (tenant, theirs)
+        (Child::new(Process::watch(child).unwrap(), ours), theirs)
+    }
+
+    fn tenant(dir: &Path) -> (Tenant, Config) {
+        let mut config = Config::parse(Path::new("demo.toml"), CONFIG).unwrap();
+        config.tenants[0].socket = dir.join("t.sock");
+        (Tenant::new(0, config.tenants[0].clone()).unwrap(), config)
+    }
+
+    /// A tenant that has a keeper and a worker, and their ends of the channels.
+    fn running(dir: &Path) -> (Tenant, Channel, Channel) {
+        let (mut tenant, config) = tenant(dir);
+        let (keeper, keeper_says) = process();
+        let (worker, worker_says) = process();
+        tenant.keeper = Some(keeper);
+        assert_eq!(tenant.wants_lease(&config, Instant::now()).unwrap().session, 1);
+        tenant.stage = Stage::Running { worker, ready: false };
+        (tenant, keeper_says, worker_says)
     }
 
     /// Waits for the worker's end, and says which signal it was.
     fn ended_by(tenant: &mut Tenant) -> Option<i32> {
         loop {
-            if let Some((_, status)) = tenant.reap() {
+            if let Some((_, status)) = tenant.reap_worker() {
                 return status.signal();
             }
             std::thread::yield_now();
@@ -349,52 +438,124 @@ mod tests {
     #[test]
     fn a_worker_that_makes_no_sense_is_killed() {
         let dir = tempfile::tempdir().unwrap();
-        let (mut tenant, theirs) = with_worker(dir.path());
-        assert_eq!(tenant.hear(), Heard::Nothing);
+        let (mut tenant, _keeper, worker) = running(dir.path());
+        assert!(!tenant.hear_worker());
         let garbage = [IoSlice::new(b"{\"reboot\":{}}")];
-        sendmsg(&theirs, &garbage, &mut SendAncillaryBuffer::default(), SendFlags::empty()).unwrap();
-        assert_eq!(tenant.hear(), Heard::Closed);
+        sendmsg(&worker, &garbage, &mut SendAncillaryBuffer::default(), SendFlags::empty()).unwrap();
+        assert!(tenant.hear_worker());
         assert_eq!(ended_by(&mut tenant), KILLED);
-        assert_eq!((tenant.failures, tenant.state()), (1, TenantState::Starting));
+        assert_eq!((tenant.failures, tenant.state()), (1, TenantState::Restarting));
     }
 
     #[test]
-    fn a_worker_that_talks_without_end_is_killed() {
+    fn a_process_that_talks_without_end_is_killed() {
         let dir = tempfile::tempdir().unwrap();
-        let (mut tenant, theirs) = with_worker(dir.path());
-        for _ in 0..=MAX_MESSAGES {
-            theirs.send(&ToSupervisor::Failed { reason: "\u{1b}[2J\n".repeat(1000) }, &[]).unwrap();
+        let (mut tenant, _keeper, worker) = running(dir.path());
+        let reason = "\u{1b}[2J\n".repeat(1000);
+        let mut closed = false;
+        // The bucket may refill while this runs.
+        for _ in 0..10_000 {
+            if worker.send(&ToSupervisor::Failed { reason: reason.clone() }, &[]).is_err() {
+                break;
+            }
+            closed |= tenant.hear_worker();
+            if closed {
+                break;
+            }
         }
-        let heard: Vec<_> = (0..=MAX_MESSAGES).map(|_| tenant.hear()).collect();
-        assert_eq!(heard.iter().filter(|heard| **heard == Heard::Message).count(), 8);
-        assert_eq!(heard.last(), Some(&Heard::Closed));
+        assert!(closed);
         assert_eq!(ended_by(&mut tenant), KILLED);
     }
 
     #[test]
     fn a_worker_that_hangs_up_is_killed() {
         let dir = tempfile::tempdir().unwrap();
-        let (mut tenant, theirs) = with_worker(dir.path());
-        drop(theirs);
+        let (mut tenant, _keeper, worker) = running(dir.path());
+        drop(worker);
         // A process that another test is just starting may still hold a copy.
-        let mut heard = Heard::Nothing;
-        while heard == Heard::Nothing {
-            heard = tenant.hear();
-        }
-        assert_eq!(heard, Heard::Closed);
+        while !tenant.hear_worker() {}
         assert_eq!(ended_by(&mut tenant), KILLED);
+    }
+
+    #[test]
+    fn a_tenant_is_connected_once_its_worker_knows_what_the_last_one_knew() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut tenant, keeper, worker) = running(dir.path());
+        assert_eq!(tenant.state(), TenantState::Starting);
+        worker.send(&ToSupervisor::Ready {}, &[]).unwrap();
+        tenant.hear_worker();
+        assert_eq!(tenant.state(), TenantState::Waiting);
+        keeper.send(&FromKeeper::Connected {}, &[]).unwrap();
+        tenant.hear_keeper();
+        assert_eq!(tenant.state(), TenantState::Connected);
+
+        tenant.kill();
+        assert_eq!(ended_by(&mut tenant), KILLED);
+        assert_eq!(tenant.state(), TenantState::Restarting);
+        let (next, says) = process();
+        tenant.session = 2;
+        tenant.stage = Stage::Running { worker: next, ready: false };
+        says.send(&ToSupervisor::Ready {}, &[]).unwrap();
+        tenant.hear_worker();
+        assert_eq!(tenant.state(), TenantState::Restarting, "it does not know enough yet");
+        keeper.send(&FromKeeper::Replayed { session: 1 }, &[]).unwrap();
+        tenant.hear_keeper();
+        assert_eq!((tenant.state(), tenant.last_outage), (TenantState::Restarting, None), "that was another one");
+        keeper.send(&FromKeeper::Replayed { session: 2 }, &[]).unwrap();
+        tenant.hear_keeper();
+        assert_eq!(tenant.state(), TenantState::Connected);
+        assert!(tenant.last_outage.is_some());
+    }
+
+    #[test]
+    fn without_a_keeper_there_is_no_worker_and_its_end_ends_the_connection() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut tenant, config) = tenant(dir.path());
+        assert!(tenant.wants_lease(&config, Instant::now()).is_none());
+        let (keeper, says) = process();
+        tenant.keeper = Some(keeper);
+        says.send(&FromKeeper::Connected {}, &[]).unwrap();
+        tenant.hear_keeper();
+        assert!(tenant.connected);
+        tenant.kill();
+        while tenant.reap_keeper().is_none() {
+            std::thread::yield_now();
+        }
+        assert!(!tenant.connected);
+        assert!(tenant.due().is_some(), "there will be another");
+    }
+
+    #[test]
+    fn a_lease_for_another_session_starts_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut tenant, config) = tenant(dir.path());
+        let (keeper, _says) = process();
+        tenant.keeper = Some(keeper);
+        let links = LinkTable::create(&[0, 0]).unwrap();
+        assert!(!tenant.start(0, &[], &config, &links), "none was asked for");
+        tenant.wants_lease(&config, Instant::now()).unwrap();
+        assert!(!tenant.start(7, &[], &config, &links));
+        tenant.lease_refused(7, "not yours");
+        assert!(matches!(tenant.stage, Stage::Leasing));
+        tenant.lease_refused(1, "no memory");
+        assert!(matches!(tenant.stage, Stage::Pause { .. }));
+        tenant.kill();
     }
 
     #[test]
     fn a_stopped_tenant_accepts_nobody_and_gets_no_further_worker() {
         let dir = tempfile::tempdir().unwrap();
-        let (mut tenant, theirs) = with_worker(dir.path());
+        let (mut tenant, keeper, worker) = running(dir.path());
         tenant.stop();
         assert!(!dir.path().join("t.sock").exists());
-        assert_eq!(theirs.receive::<ToWorker>().unwrap().unwrap().0, ToWorker::Shutdown {});
+        assert_eq!(worker.receive::<ToWorker>().unwrap().unwrap().0, ToWorker::Shutdown {});
+        assert_eq!(keeper.receive::<ToKeeper>().unwrap().unwrap().0, ToKeeper::Shutdown {});
         tenant.kill();
         assert_eq!(ended_by(&mut tenant), KILLED);
+        while tenant.reap_keeper().is_none() {
+            std::thread::yield_now();
+        }
         assert!(matches!(tenant.stage, Stage::Over));
-        assert_eq!(tenant.state(), TenantState::Stopped);
+        assert_eq!((tenant.processes(), tenant.due(), tenant.state()), (0, None, TenantState::Stopped));
     }
 }

@@ -51,7 +51,7 @@ pub(crate) fn build(
     let mut config = SimConfig::new(endpoints);
     config.thread_hook = Some({
         let sandbox = Arc::clone(sandbox);
-        Arc::new(move || super::confine(&sandbox, Class::Timekeeper))
+        Arc::new(move || crate::role::confine(&sandbox, Class::Timekeeper))
     });
     let engine: Arc<dyn DmaEngine> = Arc::new(
         SimEngine::new(&config, memory.clone(), Arc::new(ledger), Clock::Monotonic)

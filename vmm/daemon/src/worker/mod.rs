@@ -11,19 +11,18 @@ mod build;
 mod observer;
 
 use std::io::{PipeReader, PipeWriter};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use anyhow::{Context, bail};
 use clap::Args;
 use rustix::event::{PollFd, PollFlags, poll};
-use vmm_broker::{
-    Channel, ConnectionState, JournalPage, Setup, SetupFds, TenantPage, ToSupervisor, ToWorker, UnsealedMemory,
-};
-use vmm_sandbox::{Class, Mode, Sandbox, Signals, process};
+use vmm_broker::{Channel, JournalPage, Setup, SetupFds, TenantPage, ToSupervisor, ToWorker, UnsealedMemory};
+use vmm_sandbox::{Class, Sandbox};
 use vmm_vhost_user::{Options, ThreadClass, UnsealedPolicy, serve};
 
+use crate::role::{self, RoleArgs};
 use build::{Built, build};
 
 /// How a supervisor starts a worker.
@@ -32,30 +31,15 @@ pub(crate) struct WorkerArgs {
     /// Whose worker
     #[arg(long)]
     pub(crate) tenant: String,
-    /// The supervisor's process
-    #[arg(long)]
-    parent: u32,
-    #[arg(long)]
-    seccomp: Mode,
-    #[arg(long)]
-    pub(crate) log: String,
-    #[arg(long)]
-    core_dumps: bool,
+    #[command(flatten)]
+    pub(crate) role: RoleArgs,
 }
 
 /// Serves one connection. False if it failed and the supervisor knows why, who then says it.
 pub(crate) fn run(args: &WorkerArgs) -> anyhow::Result<bool> {
-    Signals::unblock().context("Cannot unblock signals")?;
-    process::follow_parent(args.parent)?;
-    if !args.core_dumps {
-        process::forbid_core_dumps().context("Cannot forbid core dumps")?;
-    }
-    let sandbox = Arc::new(Sandbox::new(args.seccomp)?);
-    let channel = std::io::stdin().as_fd().try_clone_to_owned().context("There is no channel to a supervisor")?;
-    let channel = Channel::from_fd(channel).context("Workers are started by peergated only")?;
+    let (sandbox, channel) = role::begin(&args.role)?;
+    let sandbox = Arc::new(sandbox);
     let Some((setup, fds)) = receive_setup(&channel)? else { return Ok(true) };
-    // Read from the kernel once and then remembered; later it would be a forbidden system call.
-    let _ = rustix::param::page_size();
     let end = std::io::pipe().context("Cannot make a pipe")?;
     sandbox.apply(Class::Worker)?;
     let Err(error) = work(&channel, &setup, fds, end, &sandbox) else { return Ok(true) };
@@ -91,8 +75,7 @@ fn work(
     let device = Arc::clone(&built.device);
     let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
     let options = options(setup, journal, sandbox);
-    let connection = connect(built, listener, options, Arc::clone(&page), ending)?;
-    page.set_state(ConnectionState::Waiting);
+    let connection = connect(built, listener, options, ending)?;
     channel.send(&ToSupervisor::Ready {}, &[])?;
     loop {
         let mut fds = [PollFd::new(channel, PollFlags::IN), PollFd::new(&ended, PollFlags::IN)];
@@ -125,16 +108,11 @@ fn connect(
     built: Built,
     listener: OwnedFd,
     options: Options,
-    page: Arc<TenantPage>,
     ending: PipeWriter,
 ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
     let serve = move || {
         let _ending = ending;
-        let connected = || {
-            page.set_state(ConnectionState::Connected);
-            tracing::info!("A VMM has connected");
-        };
-        Ok(serve(listener, built.device, built.ram, &options, connected)?)
+        Ok(serve(listener, built.device, built.ram, &options, || {})?)
     };
     std::thread::Builder::new().name("serve".into()).spawn(serve).context("Cannot start a thread")
 }
@@ -153,15 +131,7 @@ fn options(setup: &Setup, journal: JournalPage, sandbox: &Arc<Sandbox>) -> Optio
                 ThreadClass::Queue => Class::Queue,
                 ThreadClass::Timekeeper => Class::Timekeeper,
             };
-            confine(&sandbox, class);
+            role::confine(&sandbox, class);
         }),
-    }
-}
-
-/// Confines the calling thread, or ends the process: no thread runs with more than it should have.
-fn confine(sandbox: &Sandbox, class: Class) {
-    if let Err(error) = sandbox.apply(class) {
-        tracing::error!("Cannot confine a thread: {:#}", anyhow::Error::from(error));
-        std::process::abort();
     }
 }

@@ -1,0 +1,111 @@
+//! The supervisor's view of the broker: one process, replaced when it ends.
+//!
+//! Tenants go on while there is none: their workers have their memory. Only the next worker of one waits. Not here: what a lease is.
+
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use vmm_broker::{BrokerDevice, FromBroker, Lease, ToBroker};
+
+use super::backoff::Backoff;
+use super::child::{Child, Heard};
+use crate::config::Config;
+
+/// The broker, or its absence.
+#[derive(Debug)]
+pub(crate) struct Broker {
+    child: Option<Child>,
+    backoff: Backoff,
+    /// When there is to be one; `None` once the daemon ends.
+    due: Option<Instant>,
+}
+
+impl Broker {
+    pub(crate) fn new() -> Self {
+        Self { child: None, backoff: Backoff::default(), due: Some(Instant::now()) }
+    }
+
+    pub(crate) fn child(&self) -> Option<&Child> {
+        self.child.as_ref()
+    }
+
+    /// When there is something to do about it.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.due.filter(|_| self.child.is_none())
+    }
+
+    /// Starts one if it is time. True if one was started. `leases` are those that workers hold.
+    pub(crate) fn start_if_due(&mut self, config: &Config, leases: impl Iterator<Item = Lease>, now: Instant) -> bool {
+        if self.due().is_none_or(|at| at > now) {
+            return false;
+        }
+        match Child::start("broker", &[], &config.daemon) {
+            Ok(child) => {
+                self.child = Some(child);
+                self.set_devices(config);
+                for lease in leases {
+                    self.tell(&ToBroker::Adopt(lease));
+                }
+                true
+            }
+            Err(error) => {
+                tracing::error!("{error:#}");
+                self.pause(Duration::ZERO);
+                false
+            }
+        }
+    }
+
+    /// Tells it which devices the host has.
+    pub(crate) fn set_devices(&mut self, config: &Config) {
+        let device = |device: &crate::config::DeviceConfig| BrokerDevice {
+            name: device.name.clone(),
+            memory: device.memory,
+        };
+        self.tell(&ToBroker::Devices { devices: config.devices.iter().map(device).collect() });
+    }
+
+    /// Asks for a lease. False if there is nobody to ask; the tenant then tries again when there is.
+    pub(crate) fn lease(&mut self, lease: Lease) -> bool {
+        self.tell(&ToBroker::Lease(lease))
+    }
+
+    fn tell(&mut self, message: &ToBroker) -> bool {
+        self.child.as_mut().is_some_and(|child| child.tell(message, &[]))
+    }
+
+    pub(crate) fn hear(&mut self) -> Heard<FromBroker> {
+        self.child.as_mut().map_or(Heard::Nothing, |child| child.hear("broker"))
+    }
+
+    /// Stops listening to it.
+    pub(crate) fn take_channel(&mut self) -> Option<vmm_broker::Channel> {
+        self.child.as_mut()?.take_channel()
+    }
+
+    /// Looks whether it has ended; the next one follows after a pause.
+    pub(crate) fn reap(&mut self) -> Option<(Child, ExitStatus)> {
+        let status = self.child.as_mut()?.ended()?;
+        let child = self.child.take()?;
+        self.pause(child.age());
+        Some((child, status))
+    }
+
+    fn pause(&mut self, lived: Duration) {
+        let pause = self.backoff.after(true, lived);
+        self.due = self.due.map(|_| Instant::now() + pause);
+    }
+
+    /// Asks it to end; there is no next one.
+    pub(crate) fn stop(&mut self) {
+        self.due = None;
+        self.tell(&ToBroker::Shutdown {});
+    }
+
+    /// Ends it now.
+    pub(crate) fn kill(&mut self) {
+        if let Some(child) = &mut self.child {
+            child.kill();
+        }
+    }
+}

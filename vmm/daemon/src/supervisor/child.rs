@@ -1,0 +1,139 @@
+//! A process of the supervisor's and the channel to it.
+//!
+//! Whatever comes over the channel may be the work of somebody who has taken the process over: a message that makes no sense, or too many of them, end
+//! the process. Not here: what messages mean.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::ExitStatus;
+use std::time::{Duration, Instant};
+
+use vmm_broker::{Channel, Message};
+
+use super::process::Process;
+use crate::config::DaemonConfig;
+
+/// Messages that a process may send at once.
+const BURST: u32 = 32;
+/// Time after which it may send one more.
+const REFILL: Duration = Duration::from_millis(20);
+/// Characters of a process's reason that are kept.
+const MAX_REASON: usize = 400;
+
+/// A process that is talked to.
+#[derive(Debug)]
+pub(crate) struct Child {
+    process: Process,
+    started: Instant,
+    /// When it may send a whole [`BURST`] again.
+    rested_at: Instant,
+    /// Why it fails, as it says.
+    pub(crate) reason: Option<String>,
+    /// `None` once the process has closed its end, or is not listened to any more.
+    channel: Option<Channel>,
+}
+
+/// What a channel had.
+#[derive(Debug)]
+pub(crate) enum Heard<M> {
+    /// A message with its descriptors; there may be more.
+    Message(M, Vec<OwnedFd>),
+    /// Nothing, for now.
+    Nothing,
+    /// The process has closed its end, or has been killed for what it said: there will be nothing more.
+    Closed,
+}
+
+impl Child {
+    /// Starts this program in a role.
+    pub(crate) fn start(role: &str, words: &[&str], daemon: &DaemonConfig) -> anyhow::Result<Self> {
+        let (ours, theirs) = Channel::pair()?;
+        ours.set_nonblocking()?;
+        Ok(Self::new(Process::start(role, words, daemon, theirs)?, ours))
+    }
+
+    pub(crate) fn new(process: Process, channel: Channel) -> Self {
+        let now = Instant::now();
+        Self { process, started: now, rested_at: now, reason: None, channel: Some(channel) }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// How long it has been there.
+    pub(crate) fn age(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Readable once it has ended.
+    pub(crate) fn pidfd(&self) -> BorrowedFd<'_> {
+        self.process.pidfd()
+    }
+
+    /// Readable when it has said something.
+    pub(crate) fn channel(&self) -> Option<BorrowedFd<'_>> {
+        self.channel.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Listens no more, and gives the channel away to be closed.
+    pub(crate) fn take_channel(&mut self) -> Option<Channel> {
+        self.channel.take()
+    }
+
+    /// Tells it something. A process that cannot be told is of no use and is ended.
+    pub(crate) fn tell<M: Message>(&mut self, message: &M, fds: &[BorrowedFd<'_>]) -> bool {
+        let Some(channel) = &self.channel else {
+            self.kill();
+            return false;
+        };
+        let Err(error) = channel.send(message, fds) else { return true };
+        tracing::debug!(pid = self.pid(), "Cannot tell a process what to do; ending it: {:#}", anyhow::Error::from(error));
+        self.kill();
+        false
+    }
+
+    /// Takes one message, if there is one. `who` is for the log.
+    pub(crate) fn hear<M: Message>(&mut self, who: &str) -> Heard<M> {
+        let Some(channel) = &self.channel else { return Heard::Nothing };
+        match channel.receive::<M>() {
+            Err(error) if error.would_block() => return Heard::Nothing,
+            Ok(Some((message, fds))) => {
+                if self.may_speak(Instant::now()) {
+                    return Heard::Message(message, fds);
+                }
+                tracing::error!(who, "The process talks too much; ending it");
+            }
+            // An end at the end of its life, or a process that can no longer be told to end.
+            Ok(None) => tracing::debug!(who, "The process has closed its channel"),
+            Err(error) => {
+                tracing::error!(who, "The process makes no sense; ending it: {:#}", anyhow::Error::from(error));
+            }
+        }
+        self.kill();
+        Heard::Closed
+    }
+
+    fn may_speak(&mut self, now: Instant) -> bool {
+        let next = self.rested_at.max(now) + REFILL;
+        let may = next <= now + REFILL * BURST;
+        if may {
+            self.rested_at = next;
+        }
+        may
+    }
+
+    /// Keeps why it fails, as far as anybody wants to read.
+    pub(crate) fn failed(&mut self, reason: &str) {
+        self.reason = Some(reason.chars().take(MAX_REASON).collect());
+    }
+
+    /// Ends it now.
+    pub(crate) fn kill(&mut self) {
+        self.process.kill();
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
+        self.process.ended()
+    }
+}
