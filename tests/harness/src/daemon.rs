@@ -303,6 +303,14 @@ pub fn is_running(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with('Z') && !rest.starts_with('X'))
 }
 
+/// Processes that another one has started and that have not been waited for.
+pub fn children(parent: u32) -> Result<Vec<u32>> {
+    let stat = |pid: u32| fs::read_to_string(format!("/proc/{pid}/stat")).ok();
+    let parent_of = |pid: u32| stat(pid)?.rsplit_once(") ")?.1.split_whitespace().nth(1)?.parse().ok();
+    let processes = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
+    Ok(processes.filter(|pid| parent_of(*pid) == Some(parent)).collect())
+}
+
 /// Kills a process as the kernel's out-of-memory killer would.
 pub fn kill(pid: u32) -> Result<()> {
     Ok(kill_process(process(pid)?, Signal::KILL)?)

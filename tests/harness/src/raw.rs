@@ -40,7 +40,11 @@ impl RawGuest {
 
     /// The same with a choice of features. Chains are laid out in the descriptor table or, with INDIRECT_DESC, outside.
     pub fn connect_with(socket: &Path, size: u16, features: u64) -> Result<Self> {
-        let ram = GuestRam::new(16 << 20)?;
+        Self::connect_on(socket, GuestRam::new(16 << 20)?, size, features)
+    }
+
+    /// The same on memory of the caller's.
+    pub fn connect_on(socket: &Path, ram: Arc<GuestRam>, size: u16, features: u64) -> Result<Self> {
         let mut front = FrontEnd::connect(socket)?;
         front.negotiate(features)?;
         let queues = make_queues(&front, &ram, size)?;
