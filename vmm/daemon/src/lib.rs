@@ -10,6 +10,7 @@
 mod broker;
 pub mod cli;
 pub mod config;
+mod keeper;
 mod log;
 pub mod peergated;
 mod role;

@@ -12,8 +12,9 @@ use clap::{Parser, Subcommand};
 use crate::broker::BrokerArgs;
 use crate::config::quantity::size;
 use crate::config::{Config, DEFAULT};
+use crate::keeper::KeeperArgs;
 use crate::worker::WorkerArgs;
-use crate::{broker, log, supervisor, worker};
+use crate::{broker, keeper, log, supervisor, worker};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -54,6 +55,9 @@ enum Role {
     /// Started by a supervisor, never by hand
     #[command(hide = true)]
     Broker(BrokerArgs),
+    /// Started by a supervisor, never by hand
+    #[command(hide = true)]
+    Keeper(KeeperArgs),
 }
 
 /// What went wrong, as an exit status.
@@ -102,11 +106,13 @@ fn play(role: &Role) -> Result<(), Failure> {
     let (tag, args) = match role {
         Role::Worker(args) => (args.tenant.as_str(), &args.role),
         Role::Broker(args) => ("broker", &args.role),
+        Role::Keeper(args) => (args.tenant.as_str(), &args.role),
     };
     log::start(&args.log, Some(tag)).map_err(Failure::Usage)?;
     let went_well = match role {
         Role::Worker(args) => worker::run(args),
         Role::Broker(args) => broker::run(args).map(|()| true),
+        Role::Keeper(args) => keeper::run(args),
     };
     match went_well {
         Ok(true) => Ok(()),

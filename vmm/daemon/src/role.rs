@@ -32,7 +32,7 @@ pub(crate) fn begin(args: &RoleArgs) -> anyhow::Result<(Sandbox, Channel)> {
     }
     let sandbox = Sandbox::new(args.seccomp)?;
     let channel = std::io::stdin().as_fd().try_clone_to_owned().context("There is no channel to a supervisor")?;
-    let channel = Channel::from_fd(channel).context("This role is started by peergated only")?;
+    let channel = Channel::from_fd(channel).context("This process is started by peergated only")?;
     // Read from the kernel once and then remembered; later it would be a forbidden system call.
     let _ = rustix::param::page_size();
     Ok((sandbox, channel))
