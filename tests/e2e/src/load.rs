@@ -23,8 +23,8 @@ use harness::virtqueue::Buffer;
 use harness::{GuestRam, RawGuest};
 use rustix::fs::SealFlags;
 use vdev_wire::{
-    ACCESS_READ, ACCESS_WRITE, Attach, COMPLETION_SIZE, Completion, DESCRIPTOR_SIZE, FIRST_SUBMIT_QUEUE, Map, MapSegment,
-    Opcode, SUBMIT_HEADER_SIZE, Status, SubmitHeader, VERSION,
+    ACCESS_READ, ACCESS_WRITE, Attach, COMPLETION_SIZE, Completion, DESCRIPTOR_SIZE, FIRST_SUBMIT_QUEUE, Map,
+    MapSegment, Opcode, SUBMIT_HEADER_SIZE, Status, SubmitHeader, VERSION,
 };
 use zerocopy::{FromBytes, IntoBytes};
 

@@ -83,9 +83,8 @@ impl Bed {
     /// Waits until a tenant's worker serves its VM.
     fn connected(&mut self, tenant: usize) -> Result<TenantStatus> {
         let name = TENANTS[tenant];
-        self.daemon.wait_for("the VM to be served", |daemon| {
-            Ok(daemon.tenant(name)?.state == TenantState::Connected)
-        })?;
+        self.daemon
+            .wait_for("the VM to be served", |daemon| Ok(daemon.tenant(name)?.state == TenantState::Connected))?;
         self.daemon.tenant(name)
     }
 

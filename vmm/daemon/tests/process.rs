@@ -95,16 +95,15 @@ fn no_byte_of_a_session_is_left_in_the_next() {
     let old = memory_file(broker, "peergate-vm0-gpu0");
     old.write_all_at(b"secret", 4096).unwrap();
     kill(daemon.tenant(0).worker_pid.unwrap(), Signal::KILL);
-    daemon.wait_for(|status| status.tenants[0].session == 2);
+    daemon.wait_for(|status| status.tenants[0].session == 2 && status.tenants[0].state == TenantState::Waiting);
     let read = |file: &fs::File| {
         let mut bytes = [0xff; 6];
         file.read_exact_at(&mut bytes, 4096).unwrap();
         bytes
     };
-    let new = memory_file(broker, "peergate-vm0-gpu0");
-    assert_eq!(read(&new), [0; 6]);
     // Also for whoever has kept the old file.
     daemon.wait_for(|_| read(&old) == [0; 6]);
+    assert_eq!(read(&memory_file(broker, "peergate-vm0-gpu0")), [0; 6]);
 }
 
 /// Opens a memory file that a process holds.

@@ -58,10 +58,8 @@ impl Broker {
 
     /// Tells it which devices the host has.
     pub(crate) fn set_devices(&mut self, config: &Config) {
-        let device = |device: &crate::config::DeviceConfig| BrokerDevice {
-            name: device.name.clone(),
-            memory: device.memory,
-        };
+        let device =
+            |device: &crate::config::DeviceConfig| BrokerDevice { name: device.name.clone(), memory: device.memory };
         self.tell(&ToBroker::Devices { devices: config.devices.iter().map(device).collect() });
     }
 

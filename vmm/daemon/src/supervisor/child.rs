@@ -87,7 +87,11 @@ impl Child {
             return false;
         };
         let Err(error) = channel.send(message, fds) else { return true };
-        tracing::debug!(pid = self.pid(), "Cannot tell a process what to do; ending it: {:#}", anyhow::Error::from(error));
+        tracing::debug!(
+            pid = self.pid(),
+            "Cannot tell a process what to do; ending it: {:#}",
+            anyhow::Error::from(error)
+        );
         self.kill();
         false
     }

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use vmm_broker::{
-    Endpoint, FromKeeper, JournalPage, KeeperSetup, Lease, LeaseSlice, LinkTable, Setup, TenantPage, ToKeeper, ToSupervisor, ToWorker,
+    Endpoint, FromKeeper, JournalPage, KeeperSetup, Lease, LeaseSlice, LinkTable, Setup, TenantPage, ToKeeper,
+    ToSupervisor, ToWorker,
 };
 use vmm_control::{SocketFile, TenantState};
 
@@ -256,7 +257,9 @@ impl Tenant {
                     tracing::info!(tenant, session, outage = ?self.last_outage, "The VM goes on with a new session");
                 }
                 Heard::Message(FromKeeper::Replayed { .. }, _) => {}
-                Heard::Message(FromKeeper::GaveUp { reason } | FromKeeper::Failed { reason }, _) => keeper.failed(&reason),
+                Heard::Message(FromKeeper::GaveUp { reason } | FromKeeper::Failed { reason }, _) => {
+                    keeper.failed(&reason)
+                }
             }
         }
     }
@@ -266,7 +269,10 @@ impl Tenant {
         self.lost_at = None;
         if let Some(reason) = self.keeper.as_mut().and_then(|keeper| keeper.reason.take()) {
             // Quoted: a VMM has had a hand in it.
-            tracing::error!(tenant = self.config.name, "The VM's device is given up, because {reason:?}; restart the VM");
+            tracing::error!(
+                tenant = self.config.name,
+                "The VM's device is given up, because {reason:?}; restart the VM"
+            );
         }
     }
 
