@@ -25,6 +25,7 @@ use crate::flight::Flights;
 use crate::limiter::Limiter;
 use crate::observer::{Gauge, Observer};
 use crate::op::Credits;
+use crate::pause::Pause;
 use crate::port::Port;
 use crate::run::List;
 use crate::spec::{DeviceSpec, SpecError, millis};
@@ -63,6 +64,7 @@ pub struct Device {
     pub(crate) ready: List,
     pub(crate) starved: List,
     pub(crate) limiter: Limiter,
+    pub(crate) pause: Pause,
     queues: Box<[Queue]>,
     pub(crate) timekeeper: Mutex<Turn>,
     wake: OnceLock<Arc<dyn Fn() + Send + Sync>>,
@@ -74,7 +76,7 @@ struct Queue {
     state: Mutex<QueueState>,
 }
 
-enum QueueState {
+pub(crate) enum QueueState {
     Control(ControlState),
     Event,
     Submission(Submission),
@@ -126,6 +128,7 @@ impl Device {
             ready: List::default(),
             starved: List::default(),
             limiter: Limiter::new(now),
+            pause: Pause::default(),
             queues,
             timekeeper: Mutex::new(Turn::new()),
             wake: OnceLock::new(),
@@ -187,6 +190,11 @@ impl Device {
             QueueState::Event => self.events.deliver(&port),
             QueueState::Submission(submission) => self.submit_turn(&port, submission),
         }
+    }
+
+    /// Locked during a queue's turn.
+    pub(crate) fn queue_state(&self, index: u16) -> Option<&Mutex<QueueState>> {
+        self.queues.get(usize::from(index)).map(|queue| &queue.state)
     }
 
     pub(crate) fn port(&self, index: u16) -> Option<Arc<Port>> {

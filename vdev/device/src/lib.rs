@@ -43,6 +43,7 @@ mod limiter;
 mod map;
 mod observer;
 mod op;
+mod pause;
 mod peer;
 mod plan;
 mod port;

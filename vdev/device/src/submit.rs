@@ -117,7 +117,11 @@ impl Device {
     /// Takes chains from the ring into the turn. True if there may be more; else the driver was asked to notify.
     fn take_chains(&self, port: &Arc<Port>, state: &mut Submission) -> bool {
         state.works.clear();
+        state.records.clear();
         state.chains.clear();
+        if self.pause.is_on() {
+            return false;
+        }
         let mut more = false;
         let mut taken = 0_u64;
         port.access(|queue, mem| {
@@ -144,7 +148,6 @@ impl Device {
         });
         state.idle_since = if taken > 0 { None } else { state.idle_since.or(Some(state.turn.now)) };
         state.turn.tally.add(Counter::Chains, taken);
-        state.records.clear();
         state.records.resize(state.works.len(), pending());
         more
     }

@@ -29,9 +29,14 @@ const ROUNDS: usize = 64;
 const GLANCE: Duration = Duration::from_millis(2);
 
 impl Device {
-    /// One turn of the timekeeper: collects what engines have ended, goes on with what waited, expires deadlines. Answers how long it may sleep
-    /// at most; `None` is until it is woken.
+    /// One turn of the timekeeper: collects what engines have ended, goes on with what waited, expires deadlines, and takes up what came during
+    /// a pause. Answers how long it may sleep at most; `None` is until it is woken.
     pub fn poll(&self) -> Option<Duration> {
+        let more = self.take_up();
+        self.tend().into_iter().chain(more).min()
+    }
+
+    fn tend(&self) -> Option<Duration> {
         let mut turn = lock(&self.timekeeper);
         let turn = &mut *turn;
         turn.begin();

@@ -1,0 +1,103 @@
+//! A pause: what was taken ends, what comes later waits and is lost in no way, everything else goes on.
+#![allow(clippy::unwrap_used, clippy::arithmetic_side_effects, clippy::cast_possible_truncation, reason = "tests")]
+
+mod common;
+
+use common::*;
+use vdev_wire::{Opcode, Status};
+
+const D: u64 = IOVA + DATA;
+
+#[test]
+fn a_paused_device_takes_no_more_work_and_ends_what_it_took() {
+    let mut bed = Bed::ready();
+    bed.engine.set(Mode::Hold);
+    let before = bed.submit(1, &[fill(D, 8, 1), fill(D, 8, 2)]);
+    bed.drain();
+    assert!(!bed.device.is_quiet(), "it is not even paused");
+    bed.device.pause();
+    let after = bed.submit_on(3, 1, &[fill(D + 64, 8, 3)]);
+    bed.drain();
+    assert_eq!(bed.engine.held(), 1, "nothing new was taken");
+    assert!(!bed.device.is_quiet());
+    bed.engine.release(0);
+    bed.drain();
+    assert!(!bed.device.is_quiet(), "the second one of the chain runs");
+    bed.engine.release(0);
+    bed.drain();
+    assert_eq!(bed.statuses(before), [Some(Status::Ok), Some(Status::Ok)]);
+    assert!(bed.is_used(before));
+    assert!(bed.device.is_quiet());
+    assert_eq!(bed.statuses(after), [None]);
+    assert!(!bed.is_used(after));
+
+    bed.engine.set(Mode::Inline);
+    bed.device.unpause();
+    assert!(!bed.device.is_quiet());
+    // The driver has kicked before; nobody will again.
+    while bed.device.poll().is_some_and(|wait| wait.is_zero()) {}
+    assert!(bed.is_used(after));
+    assert_eq!(bed.statuses(after), [Some(Status::Ok)]);
+}
+
+#[test]
+fn requests_are_served_and_deadlines_pass_during_a_pause() {
+    let mut bed = {
+        let mut spec = spec();
+        spec.limits.default_timeout = std::time::Duration::from_millis(1);
+        Bed::with(spec).prepared()
+    };
+    bed.engine.set(Mode::Hold);
+    let late = bed.submit(1, &[fill(D, 8, 1)]);
+    bed.drain();
+    bed.device.pause();
+    bed.ok(Opcode::Probe, 0, &[]);
+    bed.ok(Opcode::Map, 1, &map_bytes(0x10_0000, RW, &[(DATA + (1 << 20), PAGE)]));
+    bed.until("its deadline", |bed| bed.is_used(late));
+    assert_eq!(bed.statuses(late), [Some(Status::Timeout)]);
+    bed.until("quiet", |bed| bed.device.is_quiet());
+}
+
+#[test]
+fn a_queue_that_starts_during_a_pause_waits_too() {
+    let mut bed = Bed::ready();
+    bed.device.pause();
+    bed.device.pause();
+    assert!(bed.device.is_quiet());
+    bed.device.stop_queue(2);
+    let ring = bed.rings[2].ring.clone();
+    bed.device.start_queue(2, ring);
+    let batch = bed.submit(1, &[fill(D, 8, 1)]);
+    bed.drain();
+    assert!(!bed.is_used(batch) && bed.device.is_quiet());
+    bed.device.unpause();
+    bed.drain();
+    assert!(bed.is_used(batch));
+}
+
+/// Whoever asks while queues run must not be told that a device is quiet that is not.
+#[test]
+fn a_device_that_says_it_is_quiet_completes_nothing_more() {
+    let mut bed = Bed::ready();
+    for _ in 0..200 {
+        let batch = bed.submit(1, &[fill(D, 8, 1), fill(D + 8, 8, 1)]);
+        let other = bed.submit_on(3, 1, &[fill(D + 64, 8, 2).stream(9)]);
+        let records = |bed: &Bed| [batch, other].map(|batch| bed.statuses(batch));
+        let when_quiet = std::thread::scope(|scope| {
+            for queue in [2, 3] {
+                let device = &bed.device;
+                scope.spawn(move || while device.drain(queue) {});
+            }
+            bed.device.pause();
+            while !bed.device.is_quiet() {
+                bed.device.poll();
+            }
+            records(&bed)
+        });
+        bed.drain();
+        assert_eq!(records(&bed), when_quiet);
+        bed.device.unpause();
+        bed.drain();
+        assert!(bed.is_used(batch) && bed.is_used(other));
+    }
+}
