@@ -67,7 +67,8 @@ fn region_longer_than_its_file_is_refused() -> Result<()> {
     let ram = GuestRam::from_file(&file, RAM)?;
     file.set_len((1 << 20) + RAM - PAGE)?;
     assert!(front.vhost.set_mem_table(&ram.regions()?).is_err());
-    assert!(front.wait_hangup(Instant::now() + PATIENCE)?, "the connection is closed");
+    assert!(front.vhost.get_features().is_ok(), "a worker that knows nothing of it goes on");
+    drop(front);
     bed.finish()?;
     Ok(())
 }
@@ -97,9 +98,9 @@ fn memory_that_is_cut_off_kills_that_worker_alone() -> Result<()> {
     let before = bed.daemon.tenant(ABUSED)?;
     file.set_len(1 << 20)?;
     queues[0].raw_kick()?;
-    assert!(front.wait_hangup(Instant::now() + PATIENCE)?, "the worker is gone");
+    assert!(front.wait_hangup(Instant::now() + PATIENCE)?, "no worker can take over");
     let after = bed.daemon.wait_ready(ABUSED)?;
-    assert_eq!(after.failures, before.failures + 1);
+    assert!(after.failures > before.failures);
     assert!(after.session > before.session);
     bed.finish()?;
     Ok(())
@@ -247,6 +248,7 @@ fn features_that_were_not_offered_are_refused() -> Result<()> {
     let mut front = FrontEnd::connect(&bed.daemon.socket(ABUSED))?;
     front.negotiate(FEATURES)?;
     assert!(front.vhost.set_features(u64::MAX).is_err());
+    drop(front);
     bed.finish()?;
     Ok(())
 }
