@@ -5,11 +5,18 @@
 //! - [`process`] ties a worker's life to its supervisor's and keeps a guest's memory out of core dumps.
 //! - [`Signals`] turns the signals that end a daemon into a descriptor.
 //!
-//! Not here: namespaces, Landlock, who runs which thread.
+//! Not here: who runs which thread.
 
+mod confine;
+mod fence;
 mod filters;
+mod launch;
 pub mod process;
+mod root;
 mod signals;
 
+pub use confine::{ConfineError, Confinement, check_landlock, confine};
+pub use fence::{Fence, UnknownFence};
 pub use filters::{Class, Mode, Sandbox, SandboxError, UnknownMode};
+pub use launch::{LaunchError, Launcher, Started};
 pub use signals::Signals;
