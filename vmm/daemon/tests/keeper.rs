@@ -1,0 +1,171 @@
+//! A keeper as a process, with the test as its supervisor, its VMM and its workers.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::{Child, Command, Stdio};
+
+use rustix::event::{EventfdFlags, eventfd};
+use tempfile::TempDir;
+use vmm_broker::{Channel, FromKeeper, KeeperSetup, ToKeeper};
+
+const GET_FEATURES: u32 = 1;
+const GET_PROTOCOL_FEATURES: u32 = 15;
+const GET_QUEUE_NUM: u32 = 17;
+const SET_VRING_KICK: u32 = 12;
+const REQUEST: u32 = 1;
+const ANSWER: u32 = 5;
+
+struct Process {
+    dir: TempDir,
+    child: Child,
+    channel: Channel,
+}
+
+impl Process {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let (channel, theirs) = Channel::pair().unwrap();
+        let parent = std::process::id().to_string();
+        let child = Command::new(env!("CARGO_BIN_EXE_peergated"))
+            .args(["keeper", "--tenant", "vm0", "--parent", &parent, "--seccomp", "enforce", "--log", "debug"])
+            .stdin(theirs.into_fd())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        Self { dir, child, channel }
+    }
+
+    fn set_up(&self) {
+        let listener = UnixListener::bind(self.dir.path().join("sock")).unwrap();
+        let setup = ToKeeper::Setup(KeeperSetup { tenant: "vm0".into() });
+        self.channel.send(&setup, &[listener.as_fd()]).unwrap();
+    }
+
+    fn connect(&self) -> UnixStream {
+        UnixStream::connect(self.dir.path().join("sock")).unwrap()
+    }
+
+    fn add_worker(&self, session: u32, fresh: bool) -> UnixStream {
+        let (worker, theirs) = UnixStream::pair().unwrap();
+        self.channel.send(&ToKeeper::Worker { session, fresh }, &[theirs.as_fd()]).unwrap();
+        worker
+    }
+
+    fn told(&self) -> FromKeeper {
+        self.channel.receive().unwrap().unwrap().0
+    }
+
+    /// Waits for the end; whether it was a good one, and the log.
+    fn end(mut self) -> (bool, String) {
+        drop(self.channel);
+        let mut log = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
+        (self.child.wait().unwrap().success(), log)
+    }
+}
+
+fn frame(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let size = u32::try_from(payload.len()).unwrap();
+    [[code, flags, size].map(u32::to_ne_bytes).concat(), payload.to_vec()].concat()
+}
+
+/// The next frame's request and size.
+fn receive(mut stream: &UnixStream) -> (u32, usize) {
+    let mut header = [0; 12];
+    stream.read_exact(&mut header).unwrap();
+    let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
+    let mut payload = vec![0; word(8) as usize];
+    stream.read_exact(&mut payload).unwrap();
+    (word(0), payload.len())
+}
+
+fn send_with(stream: &UnixStream, bytes: &[u8], fd: &OwnedFd) {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    let fds = [fd.as_fd()];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    sendmsg(stream, &[std::io::IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
+}
+
+#[test]
+fn a_confined_keeper_holds_a_vmm_over_a_change_of_workers() {
+    let keeper = Process::start();
+    keeper.set_up();
+    let worker = keeper.add_worker(1, true);
+    let mut vmm = keeper.connect();
+    assert_eq!(keeper.told(), FromKeeper::Connected {});
+    let kick = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    send_with(&vmm, &frame(SET_VRING_KICK, REQUEST, &[0; 8]), &kick);
+    vmm.write_all(&frame(GET_QUEUE_NUM, REQUEST, &[])).unwrap();
+    assert_eq!([receive(&worker), receive(&worker)], [(SET_VRING_KICK, 8), (GET_QUEUE_NUM, 0)]);
+    drop(worker);
+
+    let mut worker = keeper.add_worker(2, false);
+    assert_eq!([receive(&worker), receive(&worker)], [(SET_VRING_KICK, 8), (GET_PROTOCOL_FEATURES, 0)]);
+    worker.write_all(&frame(GET_PROTOCOL_FEATURES, ANSWER, &[0; 8])).unwrap();
+    assert_eq!(receive(&worker), (GET_QUEUE_NUM, 0));
+    worker.write_all(&frame(GET_QUEUE_NUM, ANSWER, &[0; 8])).unwrap();
+    assert_eq!(receive(&vmm), (GET_QUEUE_NUM, 8));
+    assert_eq!(keeper.told(), FromKeeper::Replayed { session: 2 });
+    let mut count = [0; 8];
+    rustix::io::read(&kick, &mut count).unwrap();
+    assert_eq!(u64::from_ne_bytes(count), 1);
+
+    drop(vmm);
+    assert_eq!(keeper.told(), FromKeeper::Disconnected {});
+    assert_eq!((&worker).read(&mut [0; 1]).unwrap(), 0, "the worker's stream has ended");
+    keeper.channel.send(&ToKeeper::Shutdown {}, &[]).unwrap();
+    let (good, log) = keeper.end();
+    assert!(good && log.contains("[vm0]"), "{log}");
+    assert!(!log.contains("WARN") && !log.contains("ERROR"), "{log}");
+}
+
+#[test]
+fn a_keeper_gives_a_vmm_up_in_the_open_and_keeps_the_socket() {
+    let keeper = Process::start();
+    keeper.set_up();
+    drop(keeper.add_worker(1, true));
+    let worker = keeper.add_worker(2, true);
+    let vmm = keeper.connect();
+    assert_eq!(keeper.told(), FromKeeper::Connected {});
+    drop(worker);
+    for session in 3..8 {
+        // Wants to be told what the one before knew, and ends instead.
+        let worker = keeper.add_worker(session, false);
+        assert_eq!(receive(&worker), (GET_PROTOCOL_FEATURES, 0));
+    }
+    let told = keeper.told();
+    assert!(matches!(&told, FromKeeper::GaveUp { reason } if reason.contains("5 workers in a row")), "{told:?}");
+    assert_eq!(keeper.told(), FromKeeper::Disconnected {});
+    assert_eq!((&vmm).read(&mut [0; 1]).unwrap(), 0);
+    let mut worker = keeper.add_worker(8, true);
+    let mut vmm = keeper.connect();
+    assert_eq!(keeper.told(), FromKeeper::Connected {});
+    vmm.write_all(&frame(GET_FEATURES, REQUEST, &[])).unwrap();
+    assert_eq!(receive(&worker), (GET_FEATURES, 0));
+    worker.write_all(&frame(GET_FEATURES, ANSWER, &[0; 8])).unwrap();
+    assert_eq!(receive(&vmm), (GET_FEATURES, 8));
+    let (good, log) = keeper.end();
+    assert!(good, "a supervisor that has gone ends it, too: {log}");
+}
+
+#[test]
+fn a_keeper_that_is_told_nonsense_says_so_and_fails() {
+    let keeper = Process::start();
+    drop(keeper.add_worker(1, true));
+    let (good, log) = keeper.end();
+    assert!(!good && log.contains("a worker before the set-up"), "{log}");
+
+    let keeper = Process::start();
+    keeper.set_up();
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let again = ToKeeper::Setup(KeeperSetup { tenant: "vm0".into() });
+    keeper.channel.send(&again, &[null.as_fd()]).unwrap();
+    assert!(matches!(keeper.told(), FromKeeper::Failed { reason } if reason.contains("second set-up")));
+    let (good, log) = keeper.end();
+    assert!(!good, "{log}");
+}
