@@ -28,7 +28,7 @@ use vdev_wire::{
 };
 use zerocopy::{FromBytes, IntoBytes};
 
-const RAM: u64 = 8 << 20;
+const RAM: u64 = 12 << 20;
 const DOMAIN: u32 = 1;
 const IOVA: u64 = 0x10_0000;
 /// Chains at a time, each with a stream of its own.

@@ -22,6 +22,7 @@ const TRUNCATED: u64 = 4;
 const WARM: u64 = 5;
 /// What a process may grow by all the same.
 const SLACK: u64 = 4 << 20;
+const FILES: usize = 4;
 /// Descriptors that must end well before and after a worker's death, so that it happens under load.
 const UNDER_LOAD: u64 = 200;
 
@@ -140,7 +141,8 @@ fn a_worker_may_die_at_any_moment() -> Result<()> {
         ensure!(after.children == warm.children, "Processes: {warm:?}, then {after:?}");
         for (part, (files, bytes)) in &after.parts {
             let (files_before, bytes_before) = warm.parts[part];
-            ensure!(*files == files_before, "Open files of the {part}: {files_before}, then {files}");
+            // The operator's last connection may be open or closed at either moment; a leak would be one a round.
+            ensure!(*files <= files_before + FILES, "Open files of the {part}: {files_before}, then {files}");
             ensure!(*bytes <= bytes_before + SLACK, "Memory of the {part}: {bytes_before}, then {bytes}");
         }
     }
