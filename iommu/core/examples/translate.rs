@@ -115,7 +115,14 @@ fn time_misses(domain: &Domain, among: u64, random: &mut Random) {
 fn main() {
     let only = std::env::args().nth(1);
     let runs = |what: &str| only.as_deref().is_none_or(|only| only == what);
-    let limits = Limits { domains: 4, mappings: 2 << 20, segments: 2 << 20, pieces: 1 << 16, iova: Range::all() };
+    let limits = Limits {
+        domains: 4,
+        mappings: 2 << 20,
+        segments: 2 << 20,
+        pieces: 1 << 16,
+        pages: u32::MAX,
+        iova: Range::all(),
+    };
     let iommu = Iommu::new(limits, [GPU, EndpointId::local(2)]).unwrap();
     let domain = iommu.attach(DomainId(1), GPU).unwrap();
     let small = iommu.attach(DomainId(2), GPU).unwrap();

@@ -12,6 +12,7 @@ use crate::drain::{Latch, Progress};
 use crate::fault::{Fault, FaultReason, Provenance};
 use crate::index::{self, GROUP};
 use crate::iotlb::Iotlb;
+use crate::map::pages;
 use crate::peers::Gates;
 use crate::record::{Owner, Run};
 use crate::sync::{AtomicU32, Mutex, Ordering, lock};
@@ -187,6 +188,7 @@ impl Domain {
         drop(pool);
         self.classes.store(classes, Ordering::Relaxed);
         self.tenant.quotas.segments.give(u32::try_from(places.len()).unwrap_or(u32::MAX));
+        self.tenant.quotas.pages.give(if mapping.is_buffer() { 0 } else { pages(mapping.range) });
         self.tenant.quotas.mappings.give(1);
     }
 

@@ -104,9 +104,15 @@ impl Iommu {
         Ok(Self(Arc::new(Tenant::new(limits, endpoints.into()))))
     }
 
-    /// What the tenant may have.
+    /// What the tenant may have, as it was made.
     pub fn limits(&self) -> Limits {
         self.0.limits
+    }
+
+    /// Changes what the tenant may have, while it has it: whoever has more keeps it and gets no more. Two things stay as they were made: `segments`
+    /// is never more than there are records for, and `iova` is what it was.
+    pub fn set_limits(&self, limits: &Limits) {
+        self.0.quotas.set(limits, self.0.limits.segments);
     }
 
     /// What the tenant has.

@@ -9,6 +9,8 @@
 
 use crate::sync::{AtomicU32, Ordering};
 use iommu_addr::{Iova, Range};
+// Not one of the model checker's: what a limit is changes nothing that it is to check.
+use std::sync::atomic::AtomicU32 as Bound;
 
 /// Bytes of the smallest mapping; every mapping is a multiple of it in place and size.
 pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
@@ -29,6 +31,8 @@ pub struct Limits {
     pub segments: u32,
     /// Runs held by running translations, beyond the first two of each translation, which are free.
     pub pieces: u32,
+    /// Pages in mappings that are no buffer's, each counted as often as it is mapped.
+    pub pages: u32,
     /// Where mappings may lie; page-aligned. May be the whole space.
     pub iova: Range<Iova>,
 }
@@ -44,22 +48,29 @@ pub struct Usage {
     pub segments: u32,
     /// Pieces of running translations.
     pub pieces: u32,
+    /// Pages of mappings that are no buffer's.
+    pub pages: u32,
 }
 
 /// One counted thing.
 #[derive(Debug)]
 pub(crate) struct Quota {
-    limit: u32,
+    limit: Bound,
     used: AtomicU32,
 }
 
 impl Quota {
     pub(crate) fn new(limit: u32) -> Self {
-        Self { limit, used: AtomicU32::new(0) }
+        Self { limit: Bound::new(limit), used: AtomicU32::new(0) }
     }
 
     pub(crate) fn limit(&self) -> u32 {
-        self.limit
+        self.limit.load(Ordering::Relaxed)
+    }
+
+    /// From now on no more than `limit`; what is beyond it already stays.
+    pub(crate) fn set_limit(&self, limit: u32) {
+        self.limit.store(limit, Ordering::Relaxed);
     }
 
     pub(crate) fn used(&self) -> u32 {
@@ -68,7 +79,7 @@ impl Quota {
 
     /// Takes `count`, all or nothing.
     pub(crate) fn take(&self, count: u32) -> bool {
-        let more = |used: u32| used.checked_add(count).filter(|sum| *sum <= self.limit);
+        let more = |used: u32| used.checked_add(count).filter(|sum| *sum <= self.limit());
         self.used.fetch_update(Ordering::AcqRel, Ordering::Relaxed, more).is_ok()
     }
 
@@ -85,6 +96,7 @@ pub(crate) struct Quotas {
     pub(crate) mappings: Quota,
     pub(crate) segments: Quota,
     pub(crate) pieces: Quota,
+    pub(crate) pages: Quota,
 }
 
 impl Quotas {
@@ -94,7 +106,18 @@ impl Quotas {
             mappings: Quota::new(limits.mappings),
             segments: Quota::new(limits.segments),
             pieces: Quota::new(limits.pieces),
+            pages: Quota::new(limits.pages),
         }
+    }
+
+    /// `most_segments` is what there are records for.
+    pub(crate) fn set(&self, limits: &Limits, most_segments: u32) {
+        let Limits { domains, mappings, segments, pieces, pages, iova: _ } = *limits;
+        self.domains.set_limit(domains);
+        self.mappings.set_limit(mappings);
+        self.segments.set_limit(segments.min(most_segments));
+        self.pieces.set_limit(pieces);
+        self.pages.set_limit(pages);
     }
 
     pub(crate) fn usage(&self) -> Usage {
@@ -103,6 +126,7 @@ impl Quotas {
             mappings: self.mappings.used(),
             segments: self.segments.used(),
             pieces: self.pieces.used(),
+            pages: self.pages.used(),
         }
     }
 }
@@ -121,5 +145,18 @@ mod tests {
         assert!(!quota.take(1));
         quota.give(3);
         assert_eq!(quota.used(), 0);
+    }
+
+    #[test]
+    fn a_lower_limit_takes_nothing_away() {
+        let quota = Quota::new(3);
+        assert!(quota.take(3));
+        quota.set_limit(1);
+        assert!(!quota.take(1));
+        quota.give(2);
+        assert_eq!(quota.used(), 1);
+        assert!(!quota.take(1));
+        quota.set_limit(2);
+        assert!(quota.take(1));
     }
 }

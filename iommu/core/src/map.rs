@@ -7,7 +7,7 @@
 use crate::domain::Domain;
 use crate::fault::MappingKind;
 use crate::index;
-use crate::limits::{PAGE_SIZE, Quota};
+use crate::limits::{PAGE_SHIFT, PAGE_SIZE};
 use crate::record::{Owner, Run};
 use crate::sync::{Ordering, lock};
 use crate::table::{Made, Origin};
@@ -52,10 +52,10 @@ pub enum MapError {
         /// The endpoint.
         endpoint: EndpointId,
     },
-    /// The tenant has as many mappings or segments as it may have.
+    /// The tenant has as many mappings, segments or pages as it may have.
     #[error("The tenant may have {limit} {what}: unmap something first")]
     Quota {
-        /// "mappings" or "segments".
+        /// "mappings", "segments" or "pages".
         what: &'static str,
         /// How many it may have.
         limit: u32,
@@ -77,13 +77,21 @@ impl Domain {
         self.check_shape(range, segments, access)?;
         let count = runs(segments).count();
         let wanted = u32::try_from(count).unwrap_or(u32::MAX);
+        let pages = if origin == Origin::Guest { pages(range) } else { 0 };
         let quotas = &self.tenant.quotas;
-        take(&quotas.mappings, 1, "mappings")?;
-        let mapped = take(&quotas.segments, wanted, "segments").and_then(|()| {
-            let mapped = self.map_checked(range, segments, count, access, origin);
-            mapped.inspect_err(|_| quotas.segments.give(wanted))
-        });
-        mapped.inspect_err(|_| quotas.mappings.give(1))
+        let taken = [
+            (&quotas.mappings, 1, "mappings"),
+            (&quotas.segments, wanted, "segments"),
+            (&quotas.pages, pages, "pages"),
+        ];
+        for (nth, (quota, count, what)) in taken.into_iter().enumerate() {
+            if !quota.take(count) {
+                taken.iter().take(nth).for_each(|(quota, count, _)| quota.give(*count));
+                return Err(MapError::Quota { what, limit: quota.limit() });
+            }
+        }
+        let mapped = self.map_checked(range, segments, count, access, origin);
+        mapped.inspect_err(|_| taken.iter().for_each(|(quota, count, _)| quota.give(*count)))
     }
 
     fn check_shape(&self, range: Range<Iova>, segments: &[Segment], access: Access) -> Result<(), MapError> {
@@ -196,8 +204,9 @@ fn offset(at: Location) -> u64 {
     }
 }
 
-fn take(quota: &Quota, count: u32, what: &'static str) -> Result<(), MapError> {
-    if quota.take(count) { Ok(()) } else { Err(MapError::Quota { what, limit: quota.limit() }) }
+/// Pages of a range; as many as no limit allows if the number is beyond every limit.
+pub(crate) fn pages(range: Range<Iova>) -> u32 {
+    u32::try_from((range.span() >> PAGE_SHIFT).saturating_add(1)).unwrap_or(u32::MAX)
 }
 
 #[cfg(all(test, not(loom)))]
@@ -209,7 +218,7 @@ mod tests {
     #[test]
     fn nothing_is_left_in_the_index_of_what_was_unmapped() {
         let (mappings, segments) = (64, 64);
-        let limits = Limits { domains: 1, mappings, segments, pieces: 0, iova: Range::all() };
+        let limits = Limits { domains: 1, mappings, segments, pieces: 0, pages: u32::MAX, iova: Range::all() };
         let endpoint = EndpointId::local(1);
         let iommu = Iommu::new(limits, [endpoint]).expect("sensible limits");
         let domain = iommu.attach(DomainId(1), endpoint).expect("within the limits");

@@ -21,7 +21,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
 }
 
 fn tenant(endpoints: &[EndpointId]) -> Arc<Iommu> {
-    let limits = Limits { domains: 2, mappings: 2, segments: 2, pieces: 2, iova: Range::all() };
+    let limits = Limits { domains: 2, mappings: 2, segments: 2, pieces: 2, pages: 64, iova: Range::all() };
     Arc::new(Iommu::new(limits, endpoints.iter().copied()).unwrap())
 }
 

@@ -146,6 +146,7 @@ impl World {
             mappings: MAX_MAPPINGS + CROWD,
             segments: MAX_SEGMENTS + CROWD,
             pieces: 1 << 20,
+            pages: u32::MAX,
             iova: Range::all(),
         };
         let iommu = Iommu::new(limits, [GPU]).unwrap();

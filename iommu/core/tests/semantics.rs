@@ -179,6 +179,52 @@ fn quotas_count_all_domains_together_and_come_back() {
 }
 
 #[test]
+fn pages_of_guest_memory_are_counted_until_their_drain_has_ended() {
+    let iommu = Iommu::new(Limits { pages: 5, ..limits() }, [GPU]).unwrap();
+    let domain = iommu.attach(DomainId(1), GPU).unwrap();
+    let other = iommu.attach(DomainId(2), GPU).unwrap();
+    let buffer = Origin::Buffer(BufferId { index: 0, generation: 0 });
+    domain.map(pages(20, 9), &[vram(GPU, 0, 9 * PAGE)], Access::RW, buffer).unwrap();
+    assert_eq!(iommu.usage().pages, 0, "a buffer's memory is the endpoint's");
+    domain.map(pages(0, 3), &[ram(0, 3 * PAGE)], Access::RW, Origin::Guest).unwrap();
+    let three = other.map(pages(0, 3), &[ram(0, 3 * PAGE)], Access::RW, Origin::Guest);
+    assert_eq!(three, Err(MapError::Quota { what: "pages", limit: 5 }));
+    let all = other.map(Range::all(), &[ram(0, 1 << 63), ram(1 << 63, 1 << 63)], Access::RW, Origin::Guest);
+    assert_eq!(all, Err(MapError::Quota { what: "pages", limit: 5 }), "more than a number holds");
+    let before = Usage { domains: 2, mappings: 2, segments: 2, pages: 3, ..Usage::default() };
+    assert_eq!(iommu.usage(), before, "what is refused takes nothing");
+    let mut job = pins(&domain);
+    job.translate(&mut Iotlb::default(), pages(0, 1), Access::READ).unwrap();
+    assert!(!domain.unmap(pages(0, 3)).unwrap().is_done());
+    assert_eq!(iommu.usage().pages, 3, "somebody still uses them");
+    drop(job);
+    assert_eq!(iommu.usage().pages, 0);
+    other.map(pages(0, 5), &[ram(0, 5 * PAGE)], Access::RW, Origin::Guest).unwrap();
+    assert!(iommu.detach_all(DomainId(2)).unwrap().is_done());
+    assert_eq!(iommu.usage().pages, 0);
+}
+
+#[test]
+fn limits_change_while_there_is_more_than_they_allow() {
+    let iommu = tenant();
+    let domain = domain(&iommu);
+    (0..4).for_each(|n| map(&domain, pages(n, 1), n));
+    iommu.set_limits(&Limits { mappings: 2, ..limits() });
+    let refused = Err(MapError::Quota { what: "mappings", limit: 2 });
+    let one = |at| domain.map(pages(at, 1), &[ram(0, PAGE)], Access::RW, Origin::Guest);
+    assert_eq!(one(9), refused);
+    assert!((0..4).all(|n| is_mapped(&domain, pages(n, 1))), "what there is stays");
+    assert!(domain.unmap(pages(0, 2)).unwrap().is_done());
+    assert_eq!(one(9), refused, "two are left");
+    assert!(domain.unmap(pages(2, 1)).unwrap().is_done());
+    assert_eq!(one(9), Ok(()));
+    iommu.set_limits(&Limits { mappings: u32::MAX, segments: u32::MAX, ..limits() });
+    let limit = limits().segments;
+    assert_eq!((20..).find_map(|at| one(at).err()), Some(MapError::Quota { what: "segments", limit }));
+    assert_eq!(iommu.usage().segments, limit, "there are records for no more");
+}
+
+#[test]
 fn unmap_of_a_pinned_mapping_answers_when_the_pin_goes() {
     let iommu = tenant();
     let domain = domain(&iommu);

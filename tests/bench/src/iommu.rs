@@ -22,8 +22,8 @@ pub(crate) fn run(report: &mut Report) -> Result<()> {
     if !report.wants(&["translate_hit", "translate_miss", "map_unmap_iommu"]) {
         return Ok(());
     }
-    let limits =
-        Limits { domains: 1, mappings: MAPPINGS + 1, segments: MAPPINGS + 1, pieces: MAPPINGS, iova: Range::all() };
+    let (mappings, segments) = (MAPPINGS + 1, MAPPINGS + 1);
+    let limits = Limits { domains: 1, mappings, segments, pieces: MAPPINGS, pages: u32::MAX, iova: Range::all() };
     let iommu = Iommu::new(limits, [ACCESSOR])?;
     let domain = iommu.attach(DomainId(1), ACCESSOR)?;
     for index in 0..u64::from(MAPPINGS) {

@@ -111,9 +111,8 @@ impl Device {
             self.scrubbed(&buffer, None);
             return;
         }
-        let limits = &self.spec.limits;
         let now = Instant::now();
-        let deadline = now.checked_add(limits.max_timeout).unwrap_or(now);
+        let deadline = now.checked_add(self.limits.max_timeout()).unwrap_or(now);
         let op = Op { task: Task::Scrub { buffer, then }, deadline, issued: None, aborted: None };
         self.enqueue(domain, StreamKey::scrubs(buffer.endpoint), op);
     }

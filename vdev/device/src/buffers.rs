@@ -66,6 +66,10 @@ impl Buffers {
         Self { places, free: HashMap::new(), unowned, count: 0, limit, memory, bytes: 0 }
     }
 
+    pub(crate) fn set_limit(&mut self, limit: u32) {
+        self.limit = limit;
+    }
+
     /// Buffers, those that are going included.
     pub(crate) fn count(&self) -> u32 {
         self.count

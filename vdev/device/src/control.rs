@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use vdev_wire::MapSegment;
 use virtio_queue::QueueT;
 
 use crate::RequestError;
@@ -21,6 +22,8 @@ use crate::turn::Turn;
 const REQUESTS: usize = 16;
 /// Bytes of a request that is too long to be valid which are still looked at: all that says why.
 const FRONT: usize = 32;
+/// Bytes of a request, beside MAP's segments, that are certainly enough.
+const HEAD: usize = 64;
 
 /// What the control queue's thread keeps from turn to turn.
 pub(crate) struct ControlState {
@@ -49,7 +52,18 @@ impl Device {
         turn.begin();
         let mut more = true;
         for _ in 0..REQUESTS {
+            if let Err(is_news) = self.pace.allow(turn.now) {
+                // Nobody needs to say that there is something: the timekeeper comes.
+                port.access(|queue, mem| {
+                    let _ = queue.disable_notification(mem);
+                    false
+                });
+                turn.wake |= is_news;
+                more = false;
+                break;
+            }
             let Some(taken) = self.take_request(port, bytes, &mut more) else { break };
+            self.pace.spend(turn.now);
             turn.changed = true;
             self.request(port, turn, bytes, taken);
         }
@@ -81,7 +95,8 @@ impl Device {
 
     /// How much of a request of `len` bytes is read.
     fn request_front(&self, len: usize) -> usize {
-        if len <= self.max_request { len } else { FRONT }
+        let segments = self.limits.max_segments.count().saturating_mul(size_of::<MapSegment>());
+        if len <= segments.saturating_add(HEAD) { len } else { FRONT }
     }
 
     fn request(&self, port: &Port, turn: &mut Turn, bytes: &[u8], taken: Taken) {

@@ -11,8 +11,7 @@ use hw_engine::{DmaEngine, RamMap};
 use iommu_addr::DomainId;
 use iommu_core::Iommu;
 use vdev_wire::{
-    CONFIG_MAGIC, CONTROL_QUEUE, Config, DESCRIPTOR_SIZE, EVENT_QUEUE, FIRST_SUBMIT_QUEUE, MapSegment,
-    SUBMIT_HEADER_SIZE, VERSION,
+    CONFIG_MAGIC, CONTROL_QUEUE, Config, DESCRIPTOR_SIZE, EVENT_QUEUE, FIRST_SUBMIT_QUEUE, SUBMIT_HEADER_SIZE, VERSION,
 };
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -23,12 +22,14 @@ use crate::domain::Domain;
 use crate::events::Events;
 use crate::flight::Flights;
 use crate::limiter::Limiter;
+use crate::live::LiveLimits;
 use crate::observer::{Gauge, Observer};
 use crate::op::Credits;
+use crate::pace::Pace;
 use crate::pause::Pause;
 use crate::port::Port;
 use crate::run::List;
-use crate::spec::{DeviceSpec, SpecError, millis};
+use crate::spec::{DeviceSpec, Limits, SpecError};
 use crate::submit::Submission;
 use crate::sync::lock;
 use crate::turn::Turn;
@@ -45,13 +46,10 @@ pub struct Device {
     pub(crate) observer: Arc<dyn Observer>,
     pub(crate) iommu: Iommu,
     pub(crate) max_transfer: u64,
-    pub(crate) max_timeout_ms: u32,
-    pub(crate) max_streams: usize,
-    pub(crate) stream_credits: usize,
+    /// The limits in force; those of `spec` are the ones that it was made with.
+    pub(crate) limits: LiveLimits,
     /// Bytes of the longest valid submission.
     pub(crate) max_submission: usize,
-    /// Bytes of the longest valid control request.
-    pub(crate) max_request: usize,
     /// A driver has said HELLO.
     pub(crate) greeted: AtomicBool,
     down: AtomicBool,
@@ -64,6 +62,8 @@ pub struct Device {
     pub(crate) ready: List,
     pub(crate) starved: List,
     pub(crate) limiter: Limiter,
+    /// Of the control queue.
+    pub(crate) pace: Pace,
     pub(crate) pause: Pause,
     queues: Box<[Queue]>,
     pub(crate) timekeeper: Mutex<Turn>,
@@ -95,39 +95,28 @@ impl Device {
     ) -> Result<Arc<Self>, SpecError> {
         spec.check()?;
         let limits = spec.limits.clone();
-        let iommu_limits = iommu_core::Limits {
-            domains: limits.max_domains,
-            mappings: limits.max_mappings,
-            segments: limits.max_total_segments,
-            pieces: limits.max_total_segments,
-            iova: limits.iova,
-        };
         let endpoints = spec.endpoints.iter().map(|endpoint| endpoint.id);
-        let iommu = Iommu::new(iommu_limits, endpoints).map_err(|source| SpecError::Iommu { source })?;
-        let usize_of = |count: u32| usize::try_from(count).unwrap_or(usize::MAX);
+        let iommu = Iommu::new(of_iommu(&limits), endpoints).map_err(|source| SpecError::Iommu { source })?;
         let batch = usize::from(limits.max_batch).saturating_mul(DESCRIPTOR_SIZE);
-        let segments = usize_of(limits.max_segments).saturating_mul(size_of::<MapSegment>());
         let now = Instant::now();
         let queues = (0..spec.submit_queues.saturating_add(FIRST_SUBMIT_QUEUE)).map(Queue::new).collect();
         let device = Arc::new_cyclic(|me: &Weak<Self>| Self {
             me: me.clone(),
             max_transfer: (engine.caps().max_transfer & !7).max(8),
-            max_timeout_ms: millis(limits.max_timeout),
-            max_streams: usize_of(limits.max_streams),
-            stream_credits: usize_of(limits.stream_credits),
+            limits: LiveLimits::new(&limits),
             max_submission: batch.saturating_add(SUBMIT_HEADER_SIZE),
-            max_request: segments.saturating_add(64),
             greeted: AtomicBool::new(false),
             down: AtomicBool::new(false),
             domains: Mutex::default(),
             serials: AtomicU64::new(1),
             buffers: Mutex::new(Buffers::new(&spec.endpoints, limits.max_buffers)),
-            events: Events::new(spec.session),
+            events: Events::new(spec.session, limits.max_events),
             credits: Credits::new(limits.max_in_flight),
             flights: Flights::new(now),
             ready: List::default(),
             starved: List::default(),
             limiter: Limiter::new(now),
+            pace: Pace::new(now, limits.control_rate),
             pause: Pause::default(),
             queues,
             timekeeper: Mutex::new(Turn::new()),
@@ -146,6 +135,24 @@ impl Device {
         }));
         device.gauges();
         Ok(device)
+    }
+
+    /// Changes the limits of the tenant while it works. Whoever has more than a new limit keeps it and gets no more. Three stay as the device was
+    /// made: `max_batch`, which a driver has read in configuration space; `iova`, in which it has chosen its addresses; and `max_total_segments`
+    /// grows no further than there are records for. A driver that has sent PROBE learns of the others when it is refused.
+    ///
+    /// # Errors
+    /// [`SpecError::Limit`] for limits that make no device; then nothing has changed.
+    pub fn set_limits(&self, limits: &Limits) -> Result<(), SpecError> {
+        limits.check()?;
+        self.iommu.set_limits(&of_iommu(limits));
+        self.limits.set(limits);
+        self.credits.set_limit(limits.max_in_flight);
+        self.events.set_limit(limits.max_events);
+        lock(&self.buffers).set_limit(limits.max_buffers);
+        self.pace.set_rate(limits.control_rate);
+        self.wake();
+        Ok(())
     }
 
     /// Queues of the device: control, events, and the submission queues.
@@ -257,6 +264,18 @@ impl Device {
 
     /// How long a stopped queue's work may go on before it is cancelled.
     pub(crate) const STOP_PATIENCE: Duration = Duration::from_secs(2);
+}
+
+/// What the virtual IOMMU counts.
+fn of_iommu(limits: &Limits) -> iommu_core::Limits {
+    iommu_core::Limits {
+        domains: limits.max_domains,
+        mappings: limits.max_mappings,
+        segments: limits.max_total_segments,
+        pieces: limits.max_total_segments,
+        pages: limits.max_pinned_pages,
+        iova: limits.iova,
+    }
 }
 
 impl Queue {

@@ -62,7 +62,7 @@ impl Device {
             if known.is_some_and(|domain| domain.is_closing()) {
                 return Err(missing_domain(id));
             }
-            let limit = self.spec.limits.max_domains;
+            let limit = self.limits.max_domains.get();
             if known.is_none() && domains.len() >= usize::try_from(limit).unwrap_or(usize::MAX) {
                 return Err(RequestError::Limit { what: "domains", limit: u64::from(limit) });
             }

@@ -15,16 +15,16 @@ use virtio_queue::QueueT;
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::FaultRecord;
+use crate::live::Live;
 use crate::port::Port;
 use crate::queue::Visit;
 use crate::sync::lock;
 
-/// Events that may wait for a buffer.
-const PENDING: usize = 256;
-
 /// The events of a device.
 pub(crate) struct Events {
     session: u32,
+    /// How many may wait for a buffer.
+    limit: Live,
     state: Mutex<State>,
     /// How many wait: a look without the lock.
     waiting: AtomicUsize,
@@ -40,10 +40,11 @@ struct State {
 }
 
 impl State {
-    fn push(&mut self, mut event: Event) -> bool {
+    /// One event more, unless `limit` wait.
+    fn push(&mut self, mut event: Event, limit: usize) -> bool {
         self.seq = self.seq.wrapping_add(1);
         event.seq = self.seq.into();
-        let fits = self.pending.len() < PENDING;
+        let fits = self.pending.len() < limit;
         if fits {
             self.pending.push_back(event);
         } else {
@@ -55,8 +56,13 @@ impl State {
 }
 
 impl Events {
-    pub(crate) fn new(session: u32) -> Self {
-        Self { session, state: Mutex::default(), waiting: AtomicUsize::new(0) }
+    pub(crate) fn new(session: u32, limit: u32) -> Self {
+        Self { session, limit: Live::new(limit), state: Mutex::default(), waiting: AtomicUsize::new(0) }
+    }
+
+    /// Those that wait go on waiting.
+    pub(crate) fn set_limit(&self, limit: u32) {
+        self.limit.set(limit);
     }
 
     fn blank(&self, kind: EventKind, domain: DomainId) -> Event {
@@ -95,7 +101,7 @@ impl Events {
 
     fn raise(&self, event: Event) -> bool {
         let mut state = lock(&self.state);
-        let fits = state.push(event);
+        let fits = state.push(event, self.limit.count());
         self.waiting.store(state.pending.len(), Ordering::Release);
         fits
     }
@@ -120,10 +126,11 @@ impl Events {
         let mut state = lock(&self.state);
         let mut event = state.pending.pop_front()?;
         event.dropped_total = state.dropped.into();
-        if std::mem::take(&mut state.overflowed) {
+        if state.overflowed && state.pending.len() < self.limit.count() {
+            state.overflowed = false;
             let mut overflow = self.blank(EventKind::Overflow, DomainId(0));
             overflow.value = state.dropped.into();
-            state.push(overflow);
+            state.push(overflow, self.limit.count());
         }
         self.waiting.store(state.pending.len(), Ordering::Release);
         Some(event)

@@ -20,7 +20,7 @@ impl Device {
         count: u32,
         segments: &[MapSegment],
     ) -> Result<Body, RequestError> {
-        let limit = self.spec.limits.max_segments;
+        let limit = self.limits.max_segments.get();
         if count > limit {
             return Err(RequestError::Limit { what: "segments", limit: u64::from(limit) });
         }

@@ -15,6 +15,7 @@ use crate::buffers::Buffer;
 use crate::complete::{Slot, refusal};
 use crate::finally::Finally;
 use crate::issue::Issued;
+use crate::live::Live;
 use crate::plan::Plan;
 use crate::work::Work;
 
@@ -60,21 +61,25 @@ impl StreamKey {
 #[derive(Debug)]
 pub(crate) struct Credits {
     used: AtomicU32,
-    limit: u32,
+    limit: Live,
 }
 
 impl Credits {
     pub(crate) fn new(limit: u32) -> Arc<Self> {
-        Arc::new(Self { used: AtomicU32::new(0), limit })
+        Arc::new(Self { used: AtomicU32::new(0), limit: Live::new(limit) })
     }
 
     pub(crate) fn used(&self) -> u32 {
         self.used.load(Ordering::Relaxed)
     }
 
+    pub(crate) fn set_limit(&self, limit: u32) {
+        self.limit.set(limit);
+    }
+
     /// One credit, unless all are out.
     pub(crate) fn take(self: &Arc<Self>) -> Option<Credit> {
-        let more = |used: u32| (used < self.limit).then(|| used.saturating_add(1));
+        let more = |used: u32| (used < self.limit.get()).then(|| used.saturating_add(1));
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
         Some(Credit(Arc::clone(self)))
     }

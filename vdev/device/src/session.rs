@@ -12,7 +12,6 @@ use crate::complete::{Body, Completer};
 use crate::device::Device;
 use crate::finally::Finally;
 use crate::observer::Counter;
-use crate::spec::millis;
 use crate::sync::lock;
 use crate::turn::Turn;
 
@@ -41,21 +40,21 @@ impl Device {
 
     /// Limits, and as many endpoints as `room` bytes hold.
     pub(crate) fn probe(&self, room: usize) -> Body {
-        let limits = &self.spec.limits;
+        let (limits, fixed) = (&self.limits, &self.spec.limits);
         let mut reply = ProbeReply::new_zeroed();
-        reply.iova_start = limits.iova.start().0.into();
-        reply.iova_last = limits.iova.last().0.into();
+        reply.iova_start = fixed.iova.start().0.into();
+        reply.iova_last = fixed.iova.last().0.into();
         reply.page_size_mask = (!(PAGE_SIZE.wrapping_sub(1))).into();
-        reply.max_domains = limits.max_domains.into();
-        reply.max_mappings = limits.max_mappings.into();
-        reply.max_segments = limits.max_segments.into();
-        reply.max_buffers = limits.max_buffers.into();
-        reply.stream_credits = limits.stream_credits.into();
-        reply.max_in_flight = limits.max_in_flight.into();
-        reply.max_streams = limits.max_streams.into();
-        reply.default_timeout_ms = millis(limits.default_timeout).into();
-        reply.max_timeout_ms = self.max_timeout_ms.into();
-        reply.max_batch = limits.max_batch.into();
+        reply.max_domains = limits.max_domains.get().into();
+        reply.max_mappings = limits.max_mappings.get().into();
+        reply.max_segments = limits.max_segments.get().into();
+        reply.max_buffers = limits.max_buffers.get().into();
+        reply.stream_credits = limits.stream_credits.get().into();
+        reply.max_in_flight = limits.max_in_flight.get().into();
+        reply.max_streams = limits.max_streams.get().into();
+        reply.default_timeout_ms = limits.default_timeout_ms.get().into();
+        reply.max_timeout_ms = limits.max_timeout_ms.get().into();
+        reply.max_batch = fixed.max_batch.into();
         reply.endpoint_count = u16::try_from(self.spec.endpoints.len()).unwrap_or(u16::MAX).into();
         let mut body = Body::from_slice(reply.as_bytes());
         let count = room.saturating_sub(body.len()).checked_div(size_of::<EndpointInfo>()).unwrap_or(0);

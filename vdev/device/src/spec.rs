@@ -14,6 +14,9 @@ pub const MAX_ENDPOINTS: usize = 64;
 /// Most submission queues of one device.
 pub const MAX_SUBMIT_QUEUES: u16 = 64;
 
+/// Most events that may wait: each takes 64 bytes.
+const MAX_EVENTS: u32 = 1 << 16;
+
 /// Limits of one tenant. Everything a guest can make the device remember is bounded by one of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -25,6 +28,8 @@ pub struct Limits {
     pub max_segments: u32,
     /// Runs of consecutive memory in all mappings together; the device takes up to 32 bytes of memory for each.
     pub max_total_segments: u32,
+    /// Pages of guest memory in all mappings together, each counted as often as it is mapped.
+    pub max_pinned_pages: u32,
     /// Buffers at a time, all domains together.
     pub max_buffers: u32,
     /// Work descriptors that wait or run in one stream.
@@ -35,6 +40,10 @@ pub struct Limits {
     pub max_streams: u32,
     /// Work descriptors in one chain.
     pub max_batch: u16,
+    /// Events that wait for buffers; later ones are dropped.
+    pub max_events: u32,
+    /// Control requests that are taken in a second; the others wait in their queue. 0: as many as its thread can.
+    pub control_rate: u32,
     /// Deadline of work that names none; whole milliseconds.
     pub default_timeout: Duration,
     /// Longest deadline; whole milliseconds.
@@ -50,11 +59,14 @@ impl Default for Limits {
             max_mappings: 16384,
             max_segments: 512,
             max_total_segments: 1 << 18,
+            max_pinned_pages: 1 << 28,
             max_buffers: 4096,
             stream_credits: 256,
             max_in_flight: 4096,
             max_streams: 64,
             max_batch: 128,
+            max_events: 256,
+            control_rate: 0,
             default_timeout: Duration::from_secs(10),
             max_timeout: Duration::from_secs(60),
             iova: Range::new(Iova(PAGE_SIZE), Iova((1 << 48) - 1)).unwrap_or(Range::all()),
@@ -151,7 +163,7 @@ pub enum SpecError {
     },
     /// A limit that no driver can live with.
     #[error(
-        "The limit {limit} is out of range; every limit is at least 1, and the default timeout at most the longest"
+        "The limit {limit} is out of range; every limit but control_rate is at least 1, and the default timeout at most the longest"
     )]
     Limit {
         /// Which.
@@ -203,17 +215,19 @@ fn check_endpoint(spec: &EndpointSpec) -> Result<(), SpecError> {
 }
 
 impl Limits {
-    fn check(&self) -> Result<(), SpecError> {
+    pub(crate) fn check(&self) -> Result<(), SpecError> {
         let counts = [
             ("max_domains", self.max_domains),
             ("max_mappings", self.max_mappings),
             ("max_segments", self.max_segments),
             ("max_total_segments", self.max_total_segments),
+            ("max_pinned_pages", self.max_pinned_pages),
             ("max_buffers", self.max_buffers),
             ("stream_credits", self.stream_credits),
             ("max_in_flight", self.max_in_flight),
             ("max_streams", self.max_streams),
             ("max_batch", u32::from(self.max_batch)),
+            ("max_events", self.max_events),
             ("default_timeout", millis(self.default_timeout)),
         ];
         for (limit, value) in counts {
@@ -223,6 +237,9 @@ impl Limits {
         }
         if self.max_segments > 1 << 16 {
             return Err(SpecError::Limit { limit: "max_segments" });
+        }
+        if self.max_events > MAX_EVENTS {
+            return Err(SpecError::Limit { limit: "max_events" });
         }
         if self.default_timeout > self.max_timeout || self.max_timeout > Duration::from_millis(u64::from(u32::MAX)) {
             return Err(SpecError::Limit { limit: "max_timeout" });

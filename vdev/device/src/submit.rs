@@ -166,7 +166,7 @@ impl Device {
         let start = state.works.len();
         state.works.extend(descriptors.iter().map(|bytes| {
             let (tag, work) = parse_work(bytes);
-            let late = tag.timeout_ms > self.max_timeout_ms;
+            let late = tag.timeout_ms > self.limits.max_timeout_ms.get();
             let out_of_range = RequestError::OutOfRange { value: u64::from(tag.timeout_ms) };
             (tag, if late { work.and(Err(out_of_range)) } else { work })
         }));
@@ -216,7 +216,7 @@ impl Device {
             let claim = {
                 let mut streams = lock(&domain.streams);
                 // Looked at under the lock: what is queued after the domain began to go would never be cancelled.
-                if domain.is_closing() { Claim::Failed } else { streams.claim(key, self.max_streams) }
+                if domain.is_closing() { Claim::Failed } else { streams.claim(key, self.limits.max_streams.count()) }
             };
             match claim {
                 Claim::Yours => self.run_claimed(turn, domain, key, &mut left, run, credit),
@@ -226,7 +226,7 @@ impl Device {
                 }
                 Claim::Failed => return self.refuse_all(turn, left, run, RequestError::Cancelled),
                 Claim::TooMany => {
-                    let limit = u64::from(self.spec.limits.max_streams);
+                    let limit = u64::from(self.limits.max_streams.get());
                     return self.refuse_all(turn, left, run, RequestError::Limit { what: "streams", limit });
                 }
             }
@@ -290,7 +290,7 @@ impl Device {
         } else if !streams.is_busy(key) {
             return;
         } else {
-            while left.start < left.end && streams.count(key) < self.stream_credits {
+            while left.start < left.end && streams.count(key) < self.limits.stream_credits.count() {
                 let Some(credit) = self.credits.take() else { break };
                 let op = self.op(turn, left.start, run, credit);
                 turn.wake |= self.flights.watch(op.deadline);
@@ -312,9 +312,8 @@ impl Device {
     }
 
     fn deadline(&self, now: Instant, timeout_ms: u32) -> Instant {
-        let limits = &self.spec.limits;
-        let asked = Duration::from_millis(u64::from(timeout_ms)).min(limits.max_timeout);
-        let timeout = if timeout_ms == 0 { limits.default_timeout } else { asked };
+        let asked = Duration::from_millis(u64::from(timeout_ms)).min(self.limits.max_timeout());
+        let timeout = if timeout_ms == 0 { self.limits.default_timeout() } else { asked };
         now.checked_add(timeout).unwrap_or(now)
     }
 

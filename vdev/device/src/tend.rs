@@ -30,10 +30,10 @@ const GLANCE: Duration = Duration::from_millis(2);
 
 impl Device {
     /// One turn of the timekeeper: collects what engines have ended, goes on with what waited, expires deadlines, and takes up what came during
-    /// a pause. Answers how long it may sleep at most; `None` is until it is woken.
+    /// a pause and the control requests that came too fast. Answers how long it may sleep at most; `None` is until it is woken.
     pub fn poll(&self) -> Option<Duration> {
-        let more = self.take_up();
-        self.tend().into_iter().chain(more).min()
+        let later = [self.take_up(), self.take_paced()];
+        self.tend().into_iter().chain(later.into_iter().flatten()).min()
     }
 
     fn tend(&self) -> Option<Duration> {
@@ -119,7 +119,7 @@ impl Device {
             turn.raised = true;
             return;
         };
-        let deadline = turn.now.checked_add(self.spec.limits.default_timeout).unwrap_or(turn.now);
+        let deadline = turn.now.checked_add(self.limits.default_timeout()).unwrap_or(turn.now);
         let op = Op { task: Task::Kernel(initiated), deadline, issued: None, aborted: None };
         self.enqueue(&domain, StreamKey::kernels(initiated.endpoint), op);
     }

@@ -17,6 +17,8 @@ use crate::channel::Message;
 pub enum ToWorker {
     /// First message, with descriptors as [`SetupFds`] has them.
     Setup(Box<Setup>),
+    /// The limits from now on, in place of those of the set-up.
+    Limits(Limits),
     /// End the connection in good order and exit.
     Shutdown {},
 }
@@ -50,6 +52,8 @@ pub struct Setup {
     pub links: Vec<Link>,
     /// Ordered pairs of endpoints that do not reach each other.
     pub staged: Vec<Staged>,
+    /// The tenant's place in the ledger of links; no two workers have the same one at a time.
+    pub place: u16,
     /// Limits of the tenant.
     pub limits: Limits,
     /// What to do about guest memory that a VMM could truncate.
@@ -112,7 +116,7 @@ pub struct Staged {
     pub owner: u16,
 }
 
-/// Limits of a tenant, as many as the operator set.
+/// Limits of a tenant and its share, as many as the operator set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
@@ -124,6 +128,8 @@ pub struct Limits {
     pub max_segments: Option<u32>,
     /// Segments in all mappings together.
     pub max_total_segments: Option<u32>,
+    /// Pages of guest memory in all mappings together.
+    pub max_pinned_pages: Option<u32>,
     /// Buffers at a time.
     pub max_buffers: Option<u32>,
     /// Work descriptors that wait or run in one stream.
@@ -134,10 +140,16 @@ pub struct Limits {
     pub max_streams: Option<u32>,
     /// Work descriptors in one chain.
     pub max_batch: Option<u16>,
+    /// Events that wait for buffers.
+    pub max_events: Option<u32>,
+    /// Control requests in a second; 0 is no limit.
+    pub control_rate: Option<u32>,
     /// Deadline of work that names none, in milliseconds.
     pub default_timeout_ms: Option<u32>,
     /// Longest deadline, in milliseconds.
     pub max_timeout_ms: Option<u32>,
+    /// Share of a link that several tenants want at a time, in proportion to theirs.
+    pub weight: Option<u32>,
 }
 
 /// What to do about guest memory whose file could be truncated under the worker.
@@ -199,7 +211,7 @@ impl Message for ToWorker {
     fn fds(&self) -> usize {
         match self {
             Self::Setup(setup) => FIXED_FDS + setup.endpoints.len(),
-            Self::Shutdown {} => 0,
+            Self::Limits(_) | Self::Shutdown {} => 0,
         }
     }
 }

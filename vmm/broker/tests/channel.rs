@@ -23,6 +23,7 @@ fn setup(endpoints: usize) -> Setup {
         endpoints: (0..endpoints).map(endpoint).collect(),
         links: vec![Link { bandwidth: 16_000_000_000, latency_ns: 1000 }],
         staged: vec![Staged { accessor: 0, owner: 1 }],
+        place: 5,
         limits: Limits { max_domains: Some(7), ..Limits::default() },
         unsealed_memory: UnsealedMemory::Refuse,
     }

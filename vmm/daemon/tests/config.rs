@@ -78,17 +78,21 @@ fn the_default_file_tells_the_defaults() {
     assert_eq!(bare.drained, shown.drained);
     assert_eq!(bare.slices, shown.slices);
     assert_eq!(bare.limits, Limits::default());
+    assert_eq!(shown.limits.weight, Some(100));
     let (shown, own) = (shown.limits, vdev_device::Limits::default());
     let counts = [
         (shown.max_domains, own.max_domains),
         (shown.max_mappings, own.max_mappings),
         (shown.max_segments, own.max_segments),
         (shown.max_total_segments, own.max_total_segments),
+        (shown.max_pinned_pages, own.max_pinned_pages),
         (shown.max_buffers, own.max_buffers),
         (shown.stream_credits, own.stream_credits),
         (shown.max_in_flight, own.max_in_flight),
         (shown.max_streams, own.max_streams),
         (shown.max_batch.map(u32::from), own.max_batch.into()),
+        (shown.max_events, own.max_events),
+        (shown.control_rate, own.control_rate),
     ];
     for (shown, own) in counts {
         assert_eq!(shown, Some(own));
@@ -147,6 +151,10 @@ fn everything_that_can_be_typed_is_understood() {
         [tenant.limits]
         max_domains = 2
         max_batch = 16
+        max_pinned_pages = 4294967295
+        max_events = 1
+        control_rate = 5000
+        weight = 10000
         default_timeout = "500ms"
         max_timeout = "2s"
     "#;
@@ -162,6 +170,8 @@ fn everything_that_can_be_typed_is_understood() {
     assert!(tenant.drained);
     assert_eq!(tenant.staged, [Staged { accessor: 0, owner: 1 }]);
     assert_eq!((tenant.limits.max_domains, tenant.limits.max_batch), (Some(2), Some(16)));
+    let (pages, events, rate) = (tenant.limits.max_pinned_pages, tenant.limits.max_events, tenant.limits.control_rate);
+    assert_eq!((pages, events, rate, tenant.limits.weight), (Some(u32::MAX), Some(1), Some(5000), Some(10_000)));
     assert_eq!((tenant.limits.default_timeout_ms, tenant.limits.max_timeout_ms), (Some(500), Some(2000)));
 }
 
@@ -247,6 +257,16 @@ fn wrong_types_and_values_are_refused_with_what_to_write() {
             "name = \"vm0\"",
             "name = \"vm0\"\nsubmit_queues = 63",
             "t.toml:16: submit_queues is 63; write a whole number from 1 to 62",
+        ),
+        (
+            "name = \"vm0\"",
+            "name = \"vm0\"\nlimits = { weight = 0 }",
+            "t.toml:16: weight is 0; write a whole number from 1 to 10000",
+        ),
+        (
+            "name = \"vm0\"",
+            "name = \"vm0\"\nlimits = { control_rate = 16777217 }",
+            "t.toml:16: control_rate is 16777217; write a whole number from 0 to 16777216",
         ),
         (
             "name = \"vm0\"",

@@ -12,7 +12,7 @@ pub const FPGA: EndpointId = EndpointId::local(2);
 pub const NIC: EndpointId = EndpointId::local(3);
 
 pub fn limits() -> Limits {
-    Limits { domains: 4, mappings: 64, segments: 128, pieces: 64, iova: Range::all() }
+    Limits { domains: 4, mappings: 64, segments: 128, pieces: 64, pages: u32::MAX, iova: Range::all() }
 }
 
 pub fn tenant() -> Iommu {

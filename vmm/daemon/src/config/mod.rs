@@ -33,6 +33,8 @@ pub const CONTROL: &str = "control.sock";
 /// Most submission queues: the transport takes 64 queues, two of which are control and events.
 pub(crate) const MAX_SUBMIT_QUEUES: u32 = 62;
 
+/// Largest weight of a tenant.
+const MAX_WEIGHT: u32 = 10_000;
 const MAX_DEVICES: usize = 64;
 const MAX_TENANTS: usize = 128;
 const MAX_SLICES: usize = 32;

@@ -195,13 +195,17 @@ fn limits(mut section: Section<'_>) -> Result<At<Limits>, ConfigError> {
         "max_mappings",
         "max_segments",
         "max_total_segments",
+        "max_pinned_pages",
         "max_buffers",
         "stream_credits",
         "max_in_flight",
         "max_streams",
         "max_batch",
+        "max_events",
+        "control_rate",
         "default_timeout",
         "max_timeout",
+        "weight",
     ])?;
     const ANY: std::ops::RangeInclusive<u32> = 1..=1 << 24;
     let limits = Limits {
@@ -209,13 +213,17 @@ fn limits(mut section: Section<'_>) -> Result<At<Limits>, ConfigError> {
         max_mappings: section.integer("max_mappings", ANY)?,
         max_segments: section.integer("max_segments", 1..=1 << 16)?,
         max_total_segments: section.integer("max_total_segments", ANY)?,
+        max_pinned_pages: section.integer("max_pinned_pages", 1..=u32::MAX)?,
         max_buffers: section.integer("max_buffers", ANY)?,
         stream_credits: section.integer("stream_credits", ANY)?,
         max_in_flight: section.integer("max_in_flight", ANY)?,
         max_streams: section.integer("max_streams", ANY)?,
         max_batch: section.integer("max_batch", 1..=1 << 12)?.and_then(|batch| u16::try_from(batch).ok()),
+        max_events: section.integer("max_events", 1..=1 << 16)?,
+        control_rate: section.integer("control_rate", 0..=1 << 24)?,
         default_timeout_ms: section.millis("default_timeout")?,
         max_timeout_ms: section.millis("max_timeout")?,
+        weight: section.integer("weight", 1..=super::MAX_WEIGHT)?,
     };
     Ok(At { value: limits, line: section.line() })
 }

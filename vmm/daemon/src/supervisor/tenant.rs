@@ -205,7 +205,7 @@ impl Tenant {
         let mut worker = Child::start("worker", &["--tenant", &self.config.name], &config.daemon)?;
         let mut fds = vec![listener.as_fd(), self.page.page(), links.page(), self.journal.page()];
         fds.extend(slices.iter().map(AsFd::as_fd));
-        let setup = setup(&self.config, self.session, config);
+        let setup = setup(&self.config, self.id, self.session, config);
         worker.tell(&ToWorker::Setup(Box::new(setup)), &fds);
         keeper.tell(&ToKeeper::Worker { session: self.session, fresh }, &[stream.as_fd()]);
         Ok(worker)
@@ -362,7 +362,7 @@ impl Tenant {
     }
 }
 
-fn setup(tenant: &TenantConfig, session: u32, config: &Config) -> Setup {
+fn setup(tenant: &TenantConfig, place: u16, session: u32, config: &Config) -> Setup {
     let endpoint = |slice: &SliceConfig| {
         let device = config.devices.get(slice.device)?;
         let link = u16::try_from(slice.device).ok()?;
@@ -376,6 +376,7 @@ fn setup(tenant: &TenantConfig, session: u32, config: &Config) -> Setup {
         endpoints: tenant.slices.iter().filter_map(endpoint).collect(),
         links: config.devices.iter().map(|device| device.link).collect(),
         staged: tenant.staged.clone(),
+        place,
         limits: tenant.limits,
         unsealed_memory: tenant.unsealed_memory,
     }

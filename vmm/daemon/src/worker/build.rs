@@ -97,7 +97,7 @@ fn sim_endpoint(setup: &Setup, endpoint: &Endpoint, spec: EndpointSpec) -> SimEn
 }
 
 /// The device's own limits, but for those that the operator set.
-fn limits(set: &vmm_broker::Limits) -> Limits {
+pub(crate) fn limits(set: &vmm_broker::Limits) -> Limits {
     let own = Limits::default();
     let millis = |set: Option<u32>, own| set.map_or(own, |millis| Duration::from_millis(millis.into()));
     Limits {
@@ -105,11 +105,14 @@ fn limits(set: &vmm_broker::Limits) -> Limits {
         max_mappings: set.max_mappings.unwrap_or(own.max_mappings),
         max_segments: set.max_segments.unwrap_or(own.max_segments),
         max_total_segments: set.max_total_segments.unwrap_or(own.max_total_segments),
+        max_pinned_pages: set.max_pinned_pages.unwrap_or(own.max_pinned_pages),
         max_buffers: set.max_buffers.unwrap_or(own.max_buffers),
         stream_credits: set.stream_credits.unwrap_or(own.stream_credits),
         max_in_flight: set.max_in_flight.unwrap_or(own.max_in_flight),
         max_streams: set.max_streams.unwrap_or(own.max_streams),
         max_batch: set.max_batch.unwrap_or(own.max_batch),
+        max_events: set.max_events.unwrap_or(own.max_events),
+        control_rate: set.control_rate.unwrap_or(own.control_rate),
         default_timeout: millis(set.default_timeout_ms, own.default_timeout),
         max_timeout: millis(set.max_timeout_ms, own.max_timeout),
         iova: own.iova,

@@ -58,6 +58,7 @@ fn receive_setup(channel: &Channel) -> anyhow::Result<Option<(Box<Setup>, SetupF
             let fds = SetupFds::sort(&setup, fds)?;
             Ok(Some((setup, fds)))
         }
+        Some((ToWorker::Limits(_), _)) => bail!("The supervisor has sent limits before a set-up"),
     }
 }
 
@@ -93,6 +94,9 @@ fn work(
         if heard {
             match channel.receive::<ToWorker>() {
                 Ok(None | Some((ToWorker::Shutdown {}, _))) => break,
+                Ok(Some((ToWorker::Limits(limits), _))) => {
+                    device.set_limits(&build::limits(&limits)).context("The supervisor has sent limits")?;
+                }
                 Ok(Some((ToWorker::Setup(_), _))) => bail!("The supervisor has sent a second set-up"),
                 Err(error) => return Err(error.into()),
             }
