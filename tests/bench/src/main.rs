@@ -6,13 +6,16 @@
 //! Bandwidth is also given as a ratio to the copies that the same CPU does without a device, measured in turns with them. Numbers are
 //! reported, never asserted.
 //!
-//! Not here: the daemon, sandbox, simulated links.
+//! Where the daemon's processes matter (how long a VM is without a worker), it is the real one that is measured.
+//!
+//! Not here: guests; see `guest_bench`.
 
 mod control;
 mod cpu;
 mod device;
 mod iommu;
 mod report;
+mod restart;
 
 use clap::Parser;
 
@@ -42,6 +45,7 @@ fn main() -> anyhow::Result<()> {
     iommu::run(&mut report)?;
     control::run(&mut report)?;
     device::run(&mut report)?;
+    restart::run(&mut report)?;
     report.finish();
     Ok(())
 }

@@ -18,8 +18,9 @@ pub(crate) struct Row {
     pub(crate) min: f64,
     /// Largest sample.
     pub(crate) max: f64,
-    /// Median for a second of CPU time of the threads at work: what one core does, also on a busy machine.
-    pub(crate) per_core: f64,
+    /// Median for a second of CPU time of the threads at work: what one core does, also on a busy machine. Absent where that says nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) per_core: Option<f64>,
     /// Median of the ratios to the CPU's own copies, for the same CPU time, where that says something.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) of_memcpy: Option<f64>,
@@ -48,6 +49,11 @@ impl Report {
     /// Whether any of these numbers is wanted.
     pub(crate) fn wants(&self, names: &[&str]) -> bool {
         names.iter().any(|name| name.contains(&self.only))
+    }
+
+    /// How many samples of each number there are to be.
+    pub(crate) fn samples(&self) -> u32 {
+        self.samples
     }
 
     /// Measures how often a second `work` gets something done; it answers how often it did. `cpu` is the time that the threads which do it
@@ -114,25 +120,36 @@ impl Report {
         }
     }
 
+    /// Reports numbers that are measured already, one a sample.
+    pub(crate) fn numbers(&mut self, name: &'static str, unit: &'static str, samples: Vec<f64>) {
+        let min = samples.iter().copied().fold(f64::INFINITY, f64::min);
+        let max = samples.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        self.print(&Row { name, unit, median: median(samples), min, max, per_core: None, of_memcpy: None });
+    }
+
     fn row(&mut self, name: &'static str, unit: &'static str, samples: &[Sample], scale: f64, of_memcpy: Option<f64>) {
         let rates: Vec<f64> = samples.iter().map(|sample| sample.rate * scale).collect();
         let min = rates.iter().copied().fold(f64::INFINITY, f64::min);
         let max = rates.iter().copied().fold(0.0, f64::max);
         let per_core = median(samples.iter().map(|sample| sample.per_core * scale).collect());
-        let row = Row { name, unit, median: median(rates), min, max, per_core, of_memcpy };
+        self.print(&Row { name, unit, median: median(rates), min, max, per_core: Some(per_core), of_memcpy });
+    }
+
+    fn print(&mut self, row: &Row) {
         self.rows += 1;
         if self.json {
             // A structure of numbers and names always has a form.
-            println!("{}", serde_json::to_string(&row).unwrap_or_default());
+            println!("{}", serde_json::to_string(row).unwrap_or_default());
             return;
         }
         if self.rows == 1 {
             let [median, min, max, core] = ["median", "min", "max", "per core"].map(|head| format!("{head:>12}"));
-            println!("{:<22} {median} {min} {max} {core}  {:<14}  {:>9}", "", "unit", "of memcpy");
+            println!("{:<28} {median} {min} {max} {core}  {:<14}  {:>9}", "", "unit", "of memcpy");
         }
         let ratio = row.of_memcpy.map(|ratio| format!("{:.0} %", ratio * 100.0)).unwrap_or_default();
-        let [median, min, max, core] = [row.median, row.min, row.max, row.per_core].map(shown);
-        println!("{name:<22} {median:>12} {min:>12} {max:>12} {core:>12}  {unit:<14}  {ratio:>9}");
+        let [median, min, max] = [row.median, row.min, row.max].map(shown);
+        let (name, unit, core) = (row.name, row.unit, row.per_core.map(shown).unwrap_or_default());
+        println!("{name:<28} {median:>12} {min:>12} {max:>12} {core:>12}  {unit:<14}  {ratio:>9}");
     }
 
     /// Says so if nothing was measured.

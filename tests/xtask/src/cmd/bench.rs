@@ -4,18 +4,26 @@ use std::ffi::OsString;
 
 use anyhow::Result;
 use clap::Args;
+use xtask::demo::bench;
+use xtask::kit::Kit;
 
 use super::{cargo, must};
 
 /// Measure the device through its socket beside memcpy, and the virtual IOMMU by itself
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
+    /// Measure from inside a guest instead: 4 KiB operations a second, beside a virtio block device that does nothing
+    #[arg(long)]
+    guest: bool,
     /// Passed on; see `cargo xtask bench -- --help`
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
     args: Vec<OsString>,
 }
 
 pub(crate) fn run(args: BenchArgs) -> Result<()> {
+    if args.guest {
+        return bench::in_guest(&Kit::ensure()?, &args.args);
+    }
     let mut command = cargo(&["run", "--quiet", "--release", "--package", "bench", "--"]);
     command.args(args.args);
     must(command)

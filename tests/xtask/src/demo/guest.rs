@@ -113,7 +113,7 @@ echo done >&3
 "#;
 
 /// The device's arguments, as `peergate attach` prints them for this tenant: all but the machine's memory, which a guest here has anyway.
-fn device_args(daemon: &Daemon) -> Result<Vec<String>> {
+pub(super) fn device_args(daemon: &Daemon) -> Result<Vec<String>> {
     let answer = daemon.ask(&["attach", "--vmm", "qemu", TENANT])?;
     let args: Vec<String> = answer
         .as_array()

@@ -5,6 +5,7 @@
 //!
 //! Not here: what the scenario tries (that is `pgctl`), assertions about speed.
 
+pub mod bench;
 pub mod daemon;
 pub mod driver;
 pub mod guest;
