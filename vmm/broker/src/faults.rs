@@ -7,19 +7,19 @@
 //! One writer at a time (see [`crate::TenantPage`]); any number of readers, who never hold the writer up. Writing takes a fixed number of
 //! stores, whatever happens.
 //!
-//! Not here: what the numbers in a record mean (they are the wire's), names, time formats.
+//! Not here: what the numbers in a record mean (they are the wire's and the virtual IOMMU's), names, time formats, how often somebody may write.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// Records that the ring holds.
 pub const FAULT_SLOTS: usize = 1024;
 
-const PAYLOAD: usize = 8;
+const PAYLOAD: usize = 11;
 const SLOT: usize = PAYLOAD + 2;
 /// The total, then the slots.
 pub(crate) const LOG_WORDS: usize = 1 + FAULT_SLOTS * SLOT;
 
-/// One refused access, in the numbers of the wire.
+/// One refused access, in the numbers of the wire and, for its mapping, of the virtual IOMMU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FaultEntry {
     /// Number of the record since the supervisor started, from 1. Chosen by the log.
@@ -48,6 +48,38 @@ pub struct FaultEntry {
     pub cookie: u64,
     /// Handle of a stale fault; else zero.
     pub value: u64,
+    /// The mapping that it is about.
+    pub mapping: FaultMapping,
+}
+
+/// A mapping that a refusal is about.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FaultMapping {
+    /// How it lies to the address; 0 if there is no such mapping.
+    pub relation: u8,
+    /// What it is of.
+    pub kind: u8,
+    /// Bit 0 read, bit 1 write.
+    pub access: u8,
+    /// It was being removed.
+    pub is_draining: bool,
+    /// Its first address.
+    pub first: u64,
+    /// Its last address.
+    pub last: u64,
+    /// Which of the session's mappings it is, from 1.
+    pub request: u64,
+}
+
+impl FaultMapping {
+    fn bits(self) -> u32 {
+        u32::from_be_bytes([u8::from(self.is_draining), self.relation, self.kind, self.access])
+    }
+
+    fn from_words(bits: u32, [first, last, request]: [u64; 3]) -> Self {
+        let [draining, relation, kind, access] = bits.to_be_bytes();
+        Self { relation, kind, access, is_draining: draining != 0, first, last, request }
+    }
 }
 
 impl FaultEntry {
@@ -58,15 +90,18 @@ impl FaultEntry {
             pair(self.accessor, self.owner),
             self.address,
             pair(u32::from(self.access) << 8 | u32::from(self.reason), self.stream),
-            u64::from(self.status),
+            pair(self.mapping.bits(), self.status),
             self.cookie,
             self.value,
+            self.mapping.first,
+            self.mapping.last,
+            self.mapping.request,
         ]
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "each number is cut to the width it was stored with")]
     fn from_words(number: u64, words: &[u64; PAYLOAD]) -> Self {
-        let [time_ns, who, parties, address, what, status, cookie, value] = *words;
+        let [time_ns, who, parties, address, what, status, cookie, value, first, last, request] = *words;
         Self {
             number,
             time_ns,
@@ -81,6 +116,7 @@ impl FaultEntry {
             status: status as u32,
             cookie,
             value,
+            mapping: FaultMapping::from_words((status >> 32) as u32, [first, last, request]),
         }
     }
 }
@@ -92,12 +128,16 @@ fn pair(high: u32, low: u32) -> u64 {
 /// What a reader found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FaultLog {
-    /// Faults since the supervisor started.
+    /// Records since the supervisor started.
     pub total: u64,
-    /// Faults whose record has made room for a later one.
+    /// Records that have made room for later ones.
     pub overwritten: u64,
+    /// Those of them that had been asked for.
+    pub missed: u64,
     /// Records among the ones asked for that were being written, or whose writer died half-way.
     pub torn: u64,
+    /// Number of the last record that was looked at: what comes after it is new to the reader.
+    pub next: u64,
     /// Whole records, oldest first.
     pub records: Vec<FaultEntry>,
 }
@@ -134,9 +174,22 @@ impl<'a> Ring<'a> {
     pub(crate) fn read(&self, last: usize) -> FaultLog {
         let total = self.total.load(Ordering::Acquire);
         let kept = total.min(FAULT_SLOTS as u64);
-        let wanted = kept.min(last as u64);
-        let mut log = FaultLog { total, overwritten: total - kept, ..FaultLog::default() };
-        for number in total - wanted..total {
+        self.read_up_to(total, total - kept.min(last as u64), FAULT_SLOTS)
+    }
+
+    /// The first `most` records after number `after`.
+    pub(crate) fn read_after(&self, after: u64, most: usize) -> FaultLog {
+        self.read_up_to(self.total.load(Ordering::Acquire), after, most)
+    }
+
+    /// The first `most` records after number `after`, `total` being the last one.
+    fn read_up_to(&self, total: u64, after: u64, most: usize) -> FaultLog {
+        let overwritten = total.saturating_sub(FAULT_SLOTS as u64);
+        let from = after.clamp(overwritten, total);
+        let next = total.min(from.saturating_add(most as u64));
+        let missed = from.saturating_sub(after);
+        let mut log = FaultLog { total, overwritten, missed, next, ..FaultLog::default() };
+        for number in from..next {
             match self.get(number + 1) {
                 Some(entry) => log.records.push(entry),
                 None => log.torn += 1,
@@ -191,6 +244,15 @@ mod tests {
             status: low ^ 8,
             cookie: n ^ 16,
             value: n ^ 32,
+            mapping: FaultMapping {
+                relation: n.to_le_bytes()[0],
+                kind: n.to_le_bytes()[1],
+                access: n.to_le_bytes()[2],
+                is_draining: n % 2 == 1,
+                first: n ^ 64,
+                last: n ^ 128,
+                request: n ^ 256,
+            },
         }
     }
 
@@ -267,6 +329,25 @@ mod tests {
             }
         });
         assert_eq!(Ring::new(&words).unwrap().read(64).torn, 0);
+    }
+
+    #[test]
+    fn a_reader_that_comes_back_gets_each_record_once_and_is_told_what_it_missed() {
+        let words = words();
+        let ring = Ring::new(&words).unwrap();
+        let numbers = |log: &FaultLog| log.records.iter().map(|entry| entry.number).collect::<Vec<_>>();
+        (1..=5).for_each(|n| ring.push(numbered(n)));
+        let log = ring.read_after(0, 3);
+        assert_eq!((numbers(&log), log.next, log.missed), (vec![1, 2, 3], 3, 0));
+        let log = ring.read_after(log.next, 3);
+        assert_eq!((numbers(&log), log.next, log.missed), (vec![4, 5], 5, 0));
+        assert_eq!(ring.read_after(5, 3).records, []);
+        assert_eq!((ring.read(2).next, ring.read(0).next), (5, 5), "where to go on after the newest");
+        (6..=2000).for_each(|n| ring.push(numbered(n)));
+        let log = ring.read_after(5, 3);
+        assert_eq!((numbers(&log), log.next, log.missed), (vec![977, 978, 979], 979, 971));
+        let log = ring.read_after(3000, 3);
+        assert_eq!((log.records.len(), log.next, log.missed, log.total), (0, 2000, 0, 2000), "the counter went back");
     }
 
     #[test]

@@ -12,6 +12,7 @@
 //!
 //! Not here: who spawns workers, what an engine is, vhost-user, a guest's bytes.
 
+mod bucket;
 mod channel;
 mod faults;
 mod journal_page;
@@ -24,7 +25,7 @@ mod tenant_page;
 mod words;
 
 pub use channel::{Channel, ChannelError, MAX_FDS, MAX_PAYLOAD, Message};
-pub use faults::{FAULT_SLOTS, FaultEntry, FaultLog};
+pub use faults::{FAULT_SLOTS, FaultEntry, FaultLog, FaultMapping};
 pub use journal_page::{JOURNAL_WORDS, JournalPage};
 pub use keeper::{FromKeeper, KeeperSetup, ToKeeper};
 pub use lease::{BrokerDevice, FromBroker, Lease, LeaseError, LeaseSlice, Leases, ToBroker};
@@ -33,5 +34,5 @@ pub use memory_file::MemoryFile;
 pub use message::{
     Endpoint, EndpointKind, Limits, Link, Setup, SetupFds, Staged, ToSupervisor, ToWorker, UnsealedMemory, WrongFds,
 };
-pub use tenant_page::{COUNTERS, GAUGES, TenantPage};
+pub use tenant_page::{COUNTERS, FAULT_BURST, FAULT_REASONS, GAUGES, LINE_BURST, LINE_KINDS, TenantPage};
 pub use words::{SharedError, SharedWords};

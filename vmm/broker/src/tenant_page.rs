@@ -3,13 +3,18 @@
 //! The worker writes, the supervisor reads at any time; both hold the page, so a worker that is busy, stuck or dead costs no answer and
 //! loses no record. Counters only grow, also from one worker to the next; gauges belong to the worker and are cleared after it.
 //!
+//! A guest may fault, and make its worker write log lines, as often as it likes: how many of them are kept is limited for the tenant, not for
+//! a worker, and the rest is counted.
+//!
 //! Not here: which counter has which index, names.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use crate::bucket::Rate;
 use crate::faults::{FaultEntry, FaultLog, LOG_WORDS, Ring};
+use crate::ledger::monotonic_now;
 use crate::words::{SharedError, SharedWords};
 
 /// Counters in a page.
@@ -20,7 +25,23 @@ pub const GAUGES: usize = 64;
 const FIRST_COUNTER: usize = 8;
 const FIRST_GAUGE: usize = FIRST_COUNTER + COUNTERS;
 const FIRST_LOG: usize = FIRST_GAUGE + GAUGES;
-const WORDS: usize = FIRST_LOG + LOG_WORDS;
+/// Bucket of fault records.
+const FAULT_BUCKET: usize = FIRST_LOG + LOG_WORDS;
+const FIRST_SUPPRESSED: usize = FAULT_BUCKET + 1;
+/// For each kind of line its bucket, then how many were left out.
+const FIRST_LINE: usize = FIRST_SUPPRESSED + FAULT_REASONS;
+const WORDS: usize = FIRST_LINE + 2 * LINE_KINDS;
+
+/// Reasons whose suppressed faults are counted apart; what has a higher number counts as number 0.
+pub const FAULT_REASONS: usize = 16;
+/// Kinds of log lines that are limited apart.
+pub const LINE_KINDS: usize = 4;
+/// Records of faults that may come at once.
+pub const FAULT_BURST: u64 = 256;
+const FAULTS: Rate = Rate { burst: FAULT_BURST, refill: 1_000_000 };
+/// Lines of one kind that may come at once; one more may every second.
+pub const LINE_BURST: u64 = 32;
+const LINES: Rate = Rate { burst: LINE_BURST, refill: 1_000_000_000 };
 
 /// One tenant's page.
 #[derive(Debug)]
@@ -81,8 +102,21 @@ impl TenantPage {
         }
     }
 
-    /// Appends to the fault log; `number` of the entry is not used. Takes a fixed, small number of stores.
+    /// Appends to the fault log, or counts the fault as suppressed if there were too many of late: [`FAULT_BURST`] records come at once, then
+    /// 1000 a second. `number` of the entry is not used. Takes a fixed, small number of stores.
     pub fn record(&self, entry: FaultEntry) {
+        self.record_at(entry, now());
+    }
+
+    fn record_at(&self, entry: FaultEntry, now: u64) {
+        if !FAULTS.take(&self.words.words()[FAULT_BUCKET], now) {
+            let suppressed = self.suppressed_words();
+            let reason = suppressed.get(usize::from(entry.reason)).or(suppressed.first());
+            if let Some(word) = reason {
+                word.fetch_add(1, Ordering::Relaxed);
+            }
+            return;
+        }
         let _recording = self.recording.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(ring) = self.ring() {
             ring.push(entry);
@@ -92,6 +126,40 @@ impl TenantPage {
     /// The last `last` entries of the fault log.
     pub fn faults(&self, last: usize) -> FaultLog {
         self.ring().map_or_else(FaultLog::default, |ring| ring.read(last))
+    }
+
+    /// The first `most` entries of the fault log after number `after`.
+    pub fn faults_after(&self, after: u64, most: usize) -> FaultLog {
+        self.ring().map_or_else(FaultLog::default, |ring| ring.read_after(after, most))
+    }
+
+    /// Faults that have no record because there were too many, by reason.
+    pub fn suppressed(&self) -> [u64; FAULT_REASONS] {
+        let mut counts = [0; FAULT_REASONS];
+        for (count, word) in counts.iter_mut().zip(self.suppressed_words()) {
+            *count = word.load(Ordering::Relaxed);
+        }
+        counts
+    }
+
+    /// Asks to write one more log line of a kind that the tenant can cause. `None` if there were too many of late, else how many were left out
+    /// before it. Kinds beyond [`LINE_KINDS`] share one.
+    pub fn take_line(&self, kind: usize) -> Option<u64> {
+        self.take_line_at(kind, now())
+    }
+
+    fn take_line_at(&self, kind: usize, now: u64) -> Option<u64> {
+        let [bucket, left_out] = self.words.words()[FIRST_LINE..].as_chunks().0.get(kind.min(LINE_KINDS - 1))?;
+        if LINES.take(bucket, now) {
+            Some(left_out.swap(0, Ordering::Relaxed))
+        } else {
+            left_out.fetch_add(1, Ordering::Relaxed);
+            None
+        }
+    }
+
+    fn suppressed_words(&self) -> &[AtomicU64] {
+        &self.words.words()[FIRST_SUPPRESSED..FIRST_LINE]
     }
 
     fn counters(&self) -> &[AtomicU64] {
@@ -105,6 +173,11 @@ impl TenantPage {
     fn ring(&self) -> Option<Ring<'_>> {
         Ring::new(&self.words.words()[FIRST_LOG..])
     }
+}
+
+/// Nanoseconds of the host's monotonic clock.
+fn now() -> u64 {
+    u64::try_from(monotonic_now().as_nanos()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -135,9 +208,10 @@ mod tests {
         (0..COUNTERS).for_each(|index| page.count(index, 1));
         (0..GAUGES).for_each(|index| page.set_gauge(index, 2));
         page.record(FaultEntry::default());
+        (0..LINE_KINDS).for_each(|kind| assert_eq!(page.take_line(kind), Some(0)));
         assert!((0..COUNTERS).all(|index| page.counter(index) == 1));
         assert!((0..GAUGES).all(|index| page.gauge(index) == 2));
-        assert_eq!(page.faults(9).total, 1);
+        assert_eq!((page.faults(9).total, page.suppressed()), (1, [0; FAULT_REASONS]));
     }
 
     #[test]
@@ -156,23 +230,57 @@ mod tests {
             for thread in 0..4_u32 {
                 let worker = &worker;
                 scope.spawn(move || {
-                    for cookie in 0..200 {
+                    for cookie in 0..60 {
                         worker.record(FaultEntry { stream: thread, domain: thread, cookie, ..FaultEntry::default() });
                     }
                 });
             }
         });
-        let log = page.faults(FAULTS);
-        assert_eq!((log.total, log.torn, log.records.len()), (800, 0, FAULTS));
+        let log = page.faults(240);
+        assert_eq!((log.total, log.torn, log.records.len()), (240, 0, 240));
         for thread in 0..4 {
             let cookies: Vec<_> =
                 log.records.iter().filter(|entry| entry.stream == thread).map(|entry| entry.cookie).collect();
-            assert_eq!(cookies, (0..200).collect::<Vec<_>>());
+            assert_eq!(cookies, (0..60).collect::<Vec<_>>());
         }
         assert!(log.records.iter().all(|entry| entry.stream == entry.domain));
     }
 
-    const FAULTS: usize = 800;
+    #[test]
+    fn a_flood_leaves_a_burst_and_then_a_thousand_a_second_and_counts_the_rest_by_reason() {
+        let (page, worker) = supervisor_and_worker();
+        let flood = |reason, count: u64, now| {
+            (0..count).for_each(|_| worker.record_at(FaultEntry { reason, ..FaultEntry::default() }, now));
+        };
+        let start = 1 << 40;
+        flood(2, 1000, start);
+        assert_eq!((page.faults(0).total, page.suppressed()[2]), (256, 744));
+        let next = TenantPage::open(page.page().try_clone_to_owned().unwrap()).unwrap();
+        next.record_at(FaultEntry { reason: 4, ..FaultEntry::default() }, start);
+        assert_eq!((page.faults(0).total, page.suppressed()[4]), (256, 1), "the next worker has no burst of its own");
+        flood(200, 3, start);
+        flood(2, 1000, start + 1_000_000_000);
+        assert_eq!((page.faults(0).total, page.suppressed()[2]), (512, 1488), "a burst is all that is saved up");
+        (0..1000).for_each(|ms| flood(2, 10, start + 1_000_000_000 + ms * 1_000_000));
+        assert_eq!((page.faults(0).total, page.suppressed()[2]), (512 + 999, 1488 + 9001));
+        assert_eq!(page.suppressed().iter().sum::<u64>(), 1 + 3 + 10_489);
+        assert_eq!(page.suppressed()[0], 3, "a reason that nobody knows");
+    }
+
+    #[test]
+    fn lines_of_a_kind_are_limited_for_the_tenant_and_say_how_many_did_not_come() {
+        let (page, worker) = supervisor_and_worker();
+        let start = 1 << 40;
+        assert_eq!((0..1000).filter(|_| worker.take_line_at(1, start) == Some(0)).count(), 32);
+        assert_eq!(worker.take_line_at(2, start), Some(0), "another kind has room of its own");
+        drop(worker);
+        let next = TenantPage::open(page.page().try_clone_to_owned().unwrap()).unwrap();
+        assert_eq!(next.take_line_at(1, start), None, "the next worker has none");
+        assert_eq!(next.take_line_at(1, start + 1_000_000_000), Some(969));
+        assert_eq!(next.take_line_at(1, start + 2_000_000_000), Some(0));
+        assert_eq!(next.take_line_at(LINE_KINDS, start), Some(0));
+        assert_eq!((0..40).filter_map(|_| next.take_line_at(usize::MAX, start)).count(), 31);
+    }
 
     #[test]
     fn a_page_of_another_size_is_refused() {
