@@ -72,6 +72,7 @@ fn work(
 ) -> anyhow::Result<()> {
     let SetupFds { listener, page, ledger, journal, slices } = fds;
     let page = Arc::new(TenantPage::open(page).context("Cannot map the tenant's page")?);
+    crate::log::count_in(Arc::clone(&page));
     let built = build(setup, ledger, slices, &page, sandbox)?;
     let device = Arc::clone(&built.device);
     let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
