@@ -165,7 +165,7 @@ impl Daemon {
 
     /// Refusals that the operator sees, oldest first.
     pub fn faults(&self, tenant: &str) -> Result<Vec<FaultInfo>> {
-        match self.ask(&Request::Faults { tenant: Some(tenant.to_owned()), last: None })? {
+        match self.ask(&Request::Faults { tenant: Some(tenant.to_owned()), last: None, since: None })? {
             Reply::Faults(reply) => Ok(reply.faults),
             other => bail!("Asked for faults, the daemon answered {other:?}"),
         }
@@ -173,9 +173,14 @@ impl Daemon {
 
     /// Runs the operator's command.
     pub fn peergate(&self, args: &[&str]) -> Result<Output> {
+        Ok(self.peergate_command(args).output()?)
+    }
+
+    /// The operator's command, not run yet.
+    pub fn peergate_command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(&self.binaries.peergate);
         command.arg("--socket").arg(self.control_socket()).args(args).stdin(Stdio::null());
-        Ok(command.output()?)
+        command
     }
 
     /// Runs the operator's command, which must succeed, and reads its JSON.

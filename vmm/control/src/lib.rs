@@ -4,7 +4,8 @@
 //!
 //! ```json
 //! {"version":1,"request":"faults","tenant":"demo","last":10}
-//! {"version":1,"reply":"faults","tenants":[…],"faults":[…]}
+//! {"version":1,"reply":"faults","tenants":[{"tenant":"demo","next":17,…}],"faults":[…]}
+//! {"version":1,"request":"faults","since":{"demo":17}}
 //! {"version":1,"reply":"error","code":"unknown_tenant","message":"There is no tenant \"demo\"; there are: vm0"}
 //! ```
 //!
@@ -27,12 +28,12 @@ pub use change::{ChangeInfo, ChangesReply, Consent, DrainReply, DrainState, Edit
 pub use client::{Client, ClientError};
 pub use connection::{Connection, Interest};
 pub use message::{
-    DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, FaultInfo, FaultTotals, FaultsReply, Party,
-    Reply, Request, StatusReply, TenantInfo, TenantState, TenantStatus, TenantsReply, VERSION,
+    DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, FaultInfo, FaultTotals, FaultsReply,
+    MappingInfo, Party, Reply, Request, StatusReply, TenantInfo, TenantState, TenantStatus, TenantsReply, VERSION,
 };
 pub use socket::{ListenError, SocketFile, listen};
 
-/// Most bytes of a request, its line end included.
-pub const MAX_REQUEST: usize = 4096;
+/// Most bytes of a request, its line end included: one that names every tenant fits.
+pub const MAX_REQUEST: usize = 16 << 10;
 /// Most bytes of an answer, its line end included.
 pub const MAX_REPLY: usize = 16 << 20;

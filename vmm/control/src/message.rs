@@ -20,14 +20,19 @@ pub enum Request {
     Tenants,
     /// The slices of devices that tenants have.
     Endpoints,
-    /// Who was refused what.
+    /// Who was refused what. Records that are asked for and more than an answer has room for are shared out: no tenant gets fewer because another
+    /// has many.
     Faults {
         /// Only this tenant's.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         tenant: Option<String>,
-        /// Only the newest so many, all chosen tenants together; as many as are kept if absent.
+        /// Only so many, all chosen tenants together; as many as an answer has room for if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         last: Option<u32>,
+        /// Only what came after these numbers, and of that the oldest: for each tenant [`FaultTotals::next`] of the answer before. A tenant that is not
+        /// among them is read from its first record on. If absent, the newest.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        since: Option<BTreeMap<String, u64>>,
     },
 }
 
@@ -213,12 +218,30 @@ pub struct FaultsReply {
 pub struct FaultTotals {
     /// Who.
     pub tenant: String,
+    /// Workers it has had, the present one included.
+    #[serde(default)]
+    pub session: u32,
     /// Since the daemon started.
     pub total: u64,
+    /// Of these, the ones that were recorded.
+    #[serde(default)]
+    pub recorded: u64,
     /// Of these, the ones whose record has made room for later ones.
     pub overwritten: u64,
-    /// Records that cannot be read: being written, or their writer died half-way.
+    /// Faults that were not recorded, because too many came at once.
+    #[serde(default)]
+    pub suppressed: u64,
+    /// The same by reason.
+    #[serde(default)]
+    pub suppressed_by_reason: BTreeMap<String, u64>,
+    /// Records that were asked for and have made room for later ones.
+    #[serde(default)]
+    pub missed: u64,
+    /// Records that were asked for and cannot be read: being written, or their writer died half-way.
     pub torn: u64,
+    /// Number of the last record that this answer covers: where to go on. Less than `recorded` if there is more.
+    #[serde(default)]
+    pub next: u64,
 }
 
 /// One refused access.
@@ -252,6 +275,28 @@ pub struct FaultInfo {
     pub cookie: u64,
     /// Handle of a stale fault; else 0.
     pub value: u64,
+    /// The mapping that it is about.
+    #[serde(default)]
+    pub mapping: Option<MappingInfo>,
+}
+
+/// A mapping that a fault is about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MappingInfo {
+    /// `holds` the address, `held` it and is gone, or is the `nearest` one to it.
+    pub relation: String,
+    /// `map`: guest memory by MAP; `buffer`: by ALLOC; `registers`.
+    pub kind: String,
+    /// Its first address.
+    pub first: u64,
+    /// Its last address.
+    pub last: u64,
+    /// What it allows: `read`, `write` or `read-write`.
+    pub access: String,
+    /// Which of the MAP and ALLOC requests that the session carried out made it, from 1.
+    pub request: u64,
+    /// It was being removed, and work still used it.
+    pub draining: bool,
 }
 
 /// An endpoint in a fault.
@@ -290,11 +335,13 @@ mod tests {
 
     #[test]
     fn requests_look_as_documented() {
-        let faults = Request::Faults { tenant: Some("demo".into()), last: Some(10) };
+        let faults = Request::Faults { tenant: Some("demo".into()), last: Some(10), since: None };
         let line = to_line(&faults).unwrap();
         assert_eq!(line, b"{\"version\":1,\"request\":\"faults\",\"tenant\":\"demo\",\"last\":10}\n");
         let bare: Versioned<Request> = serde_json::from_str(r#"{"version":1,"request":"faults","new":1}"#).unwrap();
-        assert_eq!(bare.body, Request::Faults { tenant: None, last: None });
+        assert_eq!(bare.body, Request::Faults { tenant: None, last: None, since: None });
+        let since = Request::Faults { tenant: None, last: None, since: Some([("demo".to_owned(), 7)].into()) };
+        assert_eq!(to_line(since).unwrap(), b"{\"version\":1,\"request\":\"faults\",\"since\":{\"demo\":7}}\n");
         assert_eq!(to_line(Request::Status).unwrap(), b"{\"version\":1,\"request\":\"status\"}\n");
     }
 
@@ -307,12 +354,15 @@ mod tests {
                 uptime_ms: 5,
                 runtime_dir: "/run/peergate".into(),
                 seccomp: "enforce".into(),
+                broker_pid: Some(8),
             },
             tenants: vec![TenantStatus {
                 name: "demo".into(),
                 state: TenantState::Restarting,
                 session: 2,
                 worker_pid: None,
+                keeper_pid: None,
+                last_outage_us: None,
                 failures: 1,
                 faults: u64::MAX,
                 counters: [("ops".to_owned(), u64::MAX)].into(),

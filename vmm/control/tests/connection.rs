@@ -173,7 +173,7 @@ fn client_and_server_understand_each_other() {
     });
     let mut client = Client::connect(&path).unwrap();
     assert_eq!(client.ask(&Request::Tenants).unwrap(), nothing(Request::Tenants));
-    let error = client.ask(&Request::Faults { tenant: Some("x".into()), last: None }).unwrap_err();
+    let error = client.ask(&Request::Faults { tenant: Some("x".into()), last: None, since: None }).unwrap_err();
     assert!(matches!(&error, ClientError::Refused { reply } if reply.code == ErrorCode::UnknownTenant));
     assert_eq!(error.to_string(), "There is no tenant \"x\"");
     drop(client);

@@ -397,7 +397,10 @@ fn the_operators_command_answers_as_text_and_as_json() {
     assert_eq!(json(&["tenants"])["tenants"][0]["submit_queues"], 2);
     assert_eq!(
         json(&["faults"])["tenants"][0],
-        serde_json::json!({"tenant": "vm0", "total": 0, "overwritten": 0, "torn": 0})
+        serde_json::json!({
+            "tenant": "vm0", "session": 1, "total": 0, "recorded": 0, "overwritten": 0, "suppressed": 0,
+            "suppressed_by_reason": {}, "missed": 0, "torn": 0, "next": 0,
+        })
     );
     assert_eq!(stdout(&daemon.peergate(&["faults", "--tenant", "vm1", "--last", "5"])), "vm1: 0 faults in all\n");
 
@@ -458,6 +461,6 @@ fn requests_of_one_connection_are_answered_in_turn() {
     let mut client = Client::connect(&daemon.control()).unwrap();
     for _ in 0..3 {
         client.ask(&Request::Status).unwrap();
-        client.ask(&Request::Faults { tenant: None, last: Some(1) }).unwrap();
+        client.ask(&Request::Faults { tenant: None, last: Some(1), since: None }).unwrap();
     }
 }

@@ -1,15 +1,13 @@
 //! Answers of the daemon as text: aligned columns, quantities in units.
 //!
-//! Not here: JSON, which is the answer itself.
+//! Not here: faults, JSON, which is the answer itself.
 
-use std::fmt::Write;
-
-use vmm_control::{EndpointsReply, FaultsReply, Party, StatusReply, TenantState, TenantsReply};
+use vmm_control::{EndpointsReply, StatusReply, TenantState, TenantsReply};
 
 use crate::config::quantity::{rate, size, time};
 
 /// Rows under a heading, columns aligned; a column whose heading begins with `>` is aligned to the right.
-fn table(headings: &[&str], rows: &[Vec<String>]) -> String {
+pub(super) fn table(headings: &[&str], rows: &[Vec<String>]) -> String {
     let (names, right): (Vec<_>, Vec<_>) =
         headings.iter().map(|heading| (heading.trim_start_matches('>'), heading.starts_with('>'))).unzip();
     let heading: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
@@ -56,7 +54,7 @@ fn duration(millis: u64) -> String {
 }
 
 /// A moment in UTC, as of RFC 3339.
-fn moment(nanoseconds: u64) -> String {
+pub(super) fn moment(nanoseconds: u64) -> String {
     let (seconds, millis) = (nanoseconds / 1_000_000_000, nanoseconds / 1_000_000 % 1000);
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     // Years counted from March, in eras of 400 years, so that the leap day is the last of its year.
@@ -182,58 +180,9 @@ pub(crate) fn endpoints(reply: &EndpointsReply) -> String {
     )
 }
 
-/// `peergate faults`.
-pub(crate) fn faults(reply: &FaultsReply) -> String {
-    let rows: Vec<_> = reply
-        .faults
-        .iter()
-        .map(|fault| {
-            vec![
-                moment(fault.time_ns),
-                fault.tenant.clone(),
-                party(fault.accessor.as_ref()),
-                party(fault.owner.as_ref()),
-                fault.access.clone(),
-                format!("{:#x}", fault.address),
-                fault.reason.clone(),
-                fault.status.clone(),
-                fault.session.to_string(),
-                fault.domain.to_string(),
-                fault.stream.to_string(),
-                format!("{:#x}", fault.cookie),
-                format!("{:#x}", fault.value),
-            ]
-        })
-        .collect();
-    let headings = [
-        "TIME", "TENANT", "ACCESSOR", "OWNER", "ACCESS", ">ADDRESS", "REASON", "STATUS", ">SESSION", ">DOMAIN",
-        ">STREAM", ">COOKIE", ">VALUE",
-    ];
-    let mut text = if rows.is_empty() { String::new() } else { table(&headings, &rows) + "\n" };
-    for totals in &reply.tenants {
-        let _ = write!(text, "{}: {} faults in all", totals.tenant, totals.total);
-        if totals.overwritten > 0 {
-            let _ = write!(text, ", the oldest {} are no longer kept", totals.overwritten);
-        }
-        if totals.torn > 0 {
-            let _ = write!(text, ", {} unreadable", totals.torn);
-        }
-        text.push('\n');
-    }
-    text
-}
-
-fn party(party: Option<&Party>) -> String {
-    match party {
-        None => "-".to_owned(),
-        Some(Party { name: Some(name), .. }) => name.clone(),
-        Some(Party { endpoint, name: None }) => format!("#{endpoint}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use vmm_control::{DaemonStatus, EndpointInfo, FaultInfo, FaultTotals, TenantStatus};
+    use vmm_control::{DaemonStatus, EndpointInfo, TenantStatus};
 
     use super::*;
 
@@ -297,36 +246,6 @@ TENANT  STATE      SESSION  PID  FAILURES  OPS    DIRECT  STAGED  LOCAL  ERRORS 
 demo    connected        2   43         1    7  64.0 MiB     0 B    0 B       0       3
 ";
         assert_eq!(status(&reply), expected);
-    }
-
-    #[test]
-    fn faults_name_both_parties_and_say_what_is_missing() {
-        let fault = FaultInfo {
-            tenant: "demo".into(),
-            number: 9,
-            time_ns: 0,
-            session: 1,
-            domain: 2,
-            accessor: Some(Party { endpoint: 0, name: Some("gpu0".into()) }),
-            owner: Some(Party { endpoint: 7, name: None }),
-            address: 0x1000,
-            access: "write".into(),
-            reason: "PEER".into(),
-            status: "DENIED".into(),
-            stream: 3,
-            cookie: 255,
-            value: 0,
-        };
-        let totals = FaultTotals { tenant: "demo".into(), total: 2000, overwritten: 976, torn: 1 };
-        let expected = "\
-TIME                      TENANT  ACCESSOR  OWNER  ACCESS  ADDRESS  REASON  STATUS  SESSION  DOMAIN  STREAM  COOKIE  VALUE
-1970-01-01T00:00:00.000Z  demo    gpu0      #7     write    0x1000  PEER    DENIED        1       2       3    0xff    0x0
-
-demo: 2000 faults in all, the oldest 976 are no longer kept, 1 unreadable
-";
-        assert_eq!(faults(&FaultsReply { tenants: vec![totals.clone()], faults: vec![fault] }), expected);
-        let none = FaultTotals { total: 0, overwritten: 0, torn: 0, ..totals };
-        assert_eq!(faults(&FaultsReply { tenants: vec![none], faults: Vec::new() }), "demo: 0 faults in all\n");
     }
 
     #[test]

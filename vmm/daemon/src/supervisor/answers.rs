@@ -2,19 +2,23 @@
 //!
 //! Pages are written by workers: whatever number stands there becomes a name or is shown as it is. Not here: the connection.
 
-use iommu_addr::EndpointId;
+use std::collections::BTreeMap;
+
 use vdev_device::{Counter, Gauge};
-use vdev_wire::{ACCESS_READ, ACCESS_WRITE, FaultReason, OWNER_HIDDEN, Status};
-use vmm_broker::{FAULT_SLOTS, FaultEntry, UnsealedMemory};
+use vmm_broker::UnsealedMemory;
 use vmm_control::{
-    DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, FaultInfo, FaultTotals, FaultsReply, Party,
-    Reply, Request, StatusReply, TenantInfo, TenantStatus, TenantsReply,
+    DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, Reply, Request, StatusReply, TenantInfo,
+    TenantStatus, TenantsReply,
 };
 
 use super::Supervisor;
 use super::child::Child;
+use super::faults::{self, Source};
 use super::tenant::Tenant;
 use crate::config::{Config, TenantConfig};
+
+/// Counter of faults that were not recorded, besides those of the device.
+const SUPPRESSED: &str = "faults_suppressed";
 
 /// Answers one request.
 pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
@@ -36,13 +40,15 @@ pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
             let endpoints = config.tenants.iter().flat_map(|tenant| endpoints(config, tenant)).collect();
             Reply::Endpoints(EndpointsReply { endpoints })
         }
-        Request::Faults { tenant, last } => faults(tenants, tenant.as_deref(), last),
+        Request::Faults { tenant, last, since } => faults(tenants, tenant.as_deref(), last, since.as_ref()),
     }
 }
 
 fn status(tenant: &Tenant) -> TenantStatus {
     let page = &tenant.page;
+    let suppressed = page.suppressed().iter().fold(0, |sum: u64, count| sum.saturating_add(*count));
     let counters = Counter::ALL.iter().map(|counter| (counter.name().to_owned(), page.counter(*counter as usize)));
+    let counters = counters.chain([(SUPPRESSED.to_owned(), suppressed)]);
     let gauges = Gauge::ALL.iter().map(|gauge| (gauge.name().to_owned(), page.gauge(*gauge as usize)));
     TenantStatus {
         name: tenant.config.name.clone(),
@@ -52,7 +58,7 @@ fn status(tenant: &Tenant) -> TenantStatus {
         keeper_pid: tenant.keeper().map(Child::pid),
         last_outage_us: tenant.last_outage.and_then(|outage| u64::try_from(outage.as_micros()).ok()),
         failures: tenant.failures,
-        faults: page.faults(0).total,
+        faults: page.faults(0).total.saturating_add(suppressed),
         counters: counters.collect(),
         gauges: gauges.collect(),
     }
@@ -97,113 +103,16 @@ fn endpoints(config: &Config, tenant: &TenantConfig) -> Vec<EndpointInfo> {
     (0..).zip(&tenant.slices).filter_map(info).collect()
 }
 
-fn faults(tenants: &[Tenant], only: Option<&str>, last: Option<u32>) -> Reply {
-    let chosen: Vec<_> = tenants.iter().filter(|tenant| only.is_none_or(|name| tenant.config.name == name)).collect();
+fn faults(tenants: &[Tenant], only: Option<&str>, last: Option<u32>, since: Option<&BTreeMap<String, u64>>) -> Reply {
+    let chosen: Vec<_> = tenants
+        .iter()
+        .filter(|tenant| only.is_none_or(|name| tenant.config.name == name))
+        .map(|tenant| Source { config: &tenant.config, session: tenant.session, page: &tenant.page })
+        .collect();
     if let (Some(name), true) = (only, chosen.is_empty()) {
         let names: Vec<_> = tenants.iter().map(|tenant| tenant.config.name.as_str()).collect();
         let message = format!("There is no tenant {name:?}; there are: {}", names.join(", "));
         return Reply::Error(ErrorReply { code: ErrorCode::UnknownTenant, message });
     }
-    let most = last.map_or(FAULT_SLOTS, |last| usize::try_from(last).unwrap_or(usize::MAX)).min(FAULT_SLOTS);
-    let mut reply = FaultsReply { tenants: Vec::new(), faults: Vec::new() };
-    for tenant in chosen {
-        let log = tenant.page.faults(most);
-        let name = &tenant.config.name;
-        reply.tenants.push(FaultTotals {
-            tenant: name.clone(),
-            total: log.total,
-            overwritten: log.overwritten,
-            torn: log.torn,
-        });
-        reply.faults.extend(log.records.iter().map(|entry| fault(&tenant.config, entry)));
-    }
-    reply.faults.sort_by_key(|fault| fault.time_ns);
-    let surplus = reply.faults.len().saturating_sub(most);
-    reply.faults.drain(..surplus);
-    Reply::Faults(reply)
-}
-
-fn fault(tenant: &TenantConfig, entry: &FaultEntry) -> FaultInfo {
-    let reason = FaultReason::from_raw(entry.reason).map(FaultReason::name);
-    let status = Status::from_raw(entry.status).map(Status::name);
-    FaultInfo {
-        tenant: tenant.name.clone(),
-        number: entry.number,
-        time_ns: entry.time_ns,
-        session: entry.session,
-        domain: entry.domain,
-        accessor: party(tenant, entry.accessor),
-        owner: party(tenant, entry.owner),
-        address: entry.address,
-        access: match (entry.access & ACCESS_READ != 0, entry.access & ACCESS_WRITE != 0) {
-            (true, true) => "read-write",
-            (true, false) => "read",
-            (false, true) => "write",
-            (false, false) => "none",
-        }
-        .to_owned(),
-        reason: reason.map_or_else(|| format!("reason {}", entry.reason), str::to_owned),
-        status: status.map_or_else(|| format!("status {}", entry.status), str::to_owned),
-        stream: entry.stream,
-        cookie: entry.cookie,
-        value: entry.value,
-    }
-}
-
-fn party(tenant: &TenantConfig, raw: u32) -> Option<Party> {
-    if raw == OWNER_HIDDEN {
-        return None;
-    }
-    let EndpointId { host, id } = EndpointId::from_raw(raw);
-    let slice = tenant.slices.get(usize::from(id)).filter(|_| host == 0);
-    Some(Party { endpoint: raw, name: slice.map(|slice| slice.name.clone()) })
-}
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-
-    fn tenant() -> TenantConfig {
-        let config = Config::parse(Path::new("demo.toml"), include_str!("../../../../configs/demo.toml")).unwrap();
-        config.tenants.into_iter().next().unwrap()
-    }
-
-    #[test]
-    fn a_fault_is_told_in_names() {
-        let entry = FaultEntry {
-            accessor: 0,
-            owner: 1,
-            access: ACCESS_WRITE,
-            reason: FaultReason::Peer as u8,
-            status: Status::Denied.to_raw(),
-            ..FaultEntry::default()
-        };
-        let told = fault(&tenant(), &entry);
-        assert_eq!(told.accessor, Some(Party { endpoint: 0, name: Some("gpu0".into()) }));
-        assert_eq!(told.owner, Some(Party { endpoint: 1, name: Some("fpga0".into()) }));
-        assert_eq!((told.access.as_str(), told.reason.as_str(), told.status.as_str()), ("write", "PEER", "DENIED"));
-    }
-
-    #[test]
-    fn numbers_that_mean_nothing_are_shown_as_they_are() {
-        let entry = FaultEntry {
-            accessor: OWNER_HIDDEN,
-            owner: 0x0001_0000,
-            access: 0xfc,
-            reason: 0xee,
-            status: 0xdead_beef,
-            ..FaultEntry::default()
-        };
-        let told = fault(&tenant(), &entry);
-        assert_eq!(told.accessor, None);
-        assert_eq!(
-            told.owner,
-            Some(Party { endpoint: 0x0001_0000, name: None }),
-            "another host's endpoint 0 is not ours"
-        );
-        assert_eq!((told.access.as_str(), told.reason.as_str()), ("none", "reason 238"));
-        assert_eq!(told.status, "status 3735928559");
-    }
+    Reply::Faults(faults::faults(&chosen, last, since))
 }

@@ -1,4 +1,4 @@
-//! The operators that are connected: a bounded number, the oldest making room for the newest.
+//! The operators that are connected: a bounded number, the one that has been silent longest making room for the newest.
 //!
 //! Not here: what they are answered.
 
@@ -12,7 +12,7 @@ use vmm_control::{Connection, Interest, Reply, Request};
 /// Most operators at a time.
 const MAX_CLIENTS: usize = 16;
 
-/// Connections, each with a number that tells its events apart.
+/// Connections, each with a number that tells its events apart; who was heard last comes last.
 #[derive(Debug, Default)]
 pub(crate) struct Clients {
     connections: Vec<(u32, Connection)>,
@@ -23,9 +23,9 @@ impl Clients {
     /// Takes a client that has just connected; events carry `base` plus its number.
     pub(crate) fn add(&mut self, stream: UnixStream, base: u32, ops: &mut EventOps<'_>) -> anyhow::Result<()> {
         if self.connections.len() >= MAX_CLIENTS {
-            let oldest = self.connections.remove(0);
-            forget(&oldest.1, ops);
-            tracing::debug!("Too many operators are connected; the oldest one goes");
+            let silent = self.connections.remove(0);
+            forget(&silent.1, ops);
+            tracing::debug!("Too many operators are connected; the one that was silent longest goes");
         }
         let connection = Connection::new(stream)?;
         // Numbers come again after 2^16 clients, long after the earlier one's events.
@@ -45,16 +45,17 @@ impl Clients {
         answer: impl FnOnce(Request) -> Reply,
     ) {
         let Some(index) = self.connections.iter().position(|(known, _)| *known == number) else { return };
-        let Some((_, connection)) = self.connections.get_mut(index) else { return };
+        let (_, mut connection) = self.connections.remove(index);
         let waits_for = match connection.advance(answer) {
             Interest::Read => EventSet::IN,
             Interest::Write => EventSet::OUT,
             Interest::Close => EventSet::empty(),
         };
-        let again = Events::with_data_raw(raw(connection), base + number, waits_for);
+        let again = Events::with_data_raw(raw(&connection), base + number, waits_for);
         if waits_for.is_empty() || ops.modify(again).is_err() {
-            let (_, connection) = self.connections.remove(index);
             forget(&connection, ops);
+        } else {
+            self.connections.push((number, connection));
         }
     }
 }

@@ -14,6 +14,7 @@ mod backoff;
 mod broker;
 mod child;
 mod clients;
+mod faults;
 mod process;
 mod runtime_dir;
 mod tenant;

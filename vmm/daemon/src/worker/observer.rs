@@ -4,13 +4,15 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use iommu_addr::EndpointId;
-use vdev_device::{Counter, FaultRecord, Gauge, Observer};
-use vdev_wire::{ACCESS_READ, ACCESS_WRITE, OWNER_HIDDEN};
-use vmm_broker::{COUNTERS, FaultEntry, GAUGES, TenantPage};
+use iommu_addr::{Access, Addr, EndpointId};
+use vdev_device::{Counter, FaultRecord, Gauge, Observer, Provenance};
+use vdev_wire::{ACCESS_READ, ACCESS_WRITE, FaultReason, OWNER_HIDDEN};
+use vmm_broker::{COUNTERS, FAULT_REASONS, FaultEntry, FaultMapping, GAUGES, TenantPage};
 
-const _: () =
+const _: () = {
     assert!(Counter::ALL.len() <= COUNTERS && Gauge::ALL.len() <= GAUGES, "the page has room for every number");
+    assert!(FaultReason::ALL.len() < FAULT_REASONS, "and for every reason, which are numbered from 1");
+};
 
 /// Writes to a page.
 #[derive(Debug)]
@@ -23,7 +25,6 @@ impl Observer for PageObserver {
     fn fault(&self, record: &FaultRecord) {
         let raw = |endpoint: Option<EndpointId>| endpoint.map_or(OWNER_HIDDEN, EndpointId::to_raw);
         let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let right = |has: bool, bit: u8| if has { bit } else { 0 };
         self.page.record(FaultEntry {
             number: 0,
             time_ns: u64::try_from(time.as_nanos()).unwrap_or(u64::MAX),
@@ -32,12 +33,13 @@ impl Observer for PageObserver {
             accessor: raw(record.accessor),
             owner: raw(record.owner),
             address: record.address.0,
-            access: right(record.access.read, ACCESS_READ) | right(record.access.write, ACCESS_WRITE),
+            access: rights(record.access),
             reason: record.reason as u8,
             stream: record.stream,
             status: record.status.to_raw(),
             cookie: record.cookie,
             value: record.value,
+            mapping: record.mapping.map_or_else(FaultMapping::default, mapping),
         });
     }
 
@@ -50,10 +52,28 @@ impl Observer for PageObserver {
     }
 }
 
+fn rights(access: Access) -> u8 {
+    let right = |has: bool, bit: u8| if has { bit } else { 0 };
+    right(access.read, ACCESS_READ) | right(access.write, ACCESS_WRITE)
+}
+
+fn mapping(of: Provenance) -> FaultMapping {
+    FaultMapping {
+        relation: of.relation as u8,
+        kind: of.kind as u8,
+        access: rights(of.access),
+        is_draining: of.is_draining,
+        first: of.range.start().raw(),
+        last: of.range.last().raw(),
+        request: of.request,
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use iommu_addr::{Access, DomainId, Iova};
-    use vdev_wire::{FaultReason, Status};
+    use iommu_addr::{DomainId, Iova, Range};
+    use vdev_device::{MappingKind, Relation};
+    use vdev_wire::Status;
 
     use super::*;
 
@@ -75,8 +95,15 @@ mod tests {
             cookie: 7,
             status: Status::Denied,
             value: 8,
-            mapping: None,
-            is_foreign: false,
+            mapping: Some(Provenance {
+                relation: Relation::Held,
+                kind: MappingKind::Registers,
+                range: Range::new(Iova(0x1000), Iova(0x1fff)).unwrap(),
+                access: Access::READ,
+                request: 9,
+                is_draining: true,
+            }),
+            is_foreign: true,
         });
         assert_eq!((page.counter(Counter::Ops as usize), page.counter(Counter::Timeouts as usize)), (3, 1));
         assert_eq!(page.gauge(Gauge::InFlight as usize), 9);
@@ -95,6 +122,15 @@ mod tests {
             status: Status::Denied.to_raw(),
             cookie: 7,
             value: 8,
+            mapping: FaultMapping {
+                relation: Relation::Held as u8,
+                kind: MappingKind::Registers as u8,
+                access: ACCESS_READ,
+                is_draining: true,
+                first: 0x1000,
+                last: 0x1fff,
+                request: 9,
+            },
         };
         assert_eq!(log.records, [expected]);
         assert!(expected.time_ns > 0);
