@@ -117,17 +117,18 @@ impl Device {
         }
     }
 
-    /// What every request but HELLO needs: an earlier HELLO, and the right session.
+    /// What every request but HELLO needs: the right session, and an earlier HELLO.
     fn admit<'a>(&self, control: Control<'a>) -> Result<Control<'a>, RequestError> {
         if matches!(control.request, Request::Hello { .. }) {
             return Ok(control);
         }
-        if !self.greeted.load(Ordering::Acquire) {
-            return Err(RequestError::BeforeHello);
-        }
+        // First, so that a driver of an earlier session learns that it is one.
         let session = self.spec.session;
         if control.session != session {
             return Err(RequestError::Session { session });
+        }
+        if !self.greeted.load(Ordering::Acquire) {
+            return Err(RequestError::BeforeHello);
         }
         Ok(control)
     }

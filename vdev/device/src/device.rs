@@ -21,6 +21,7 @@ use crate::control::ControlState;
 use crate::domain::Domain;
 use crate::events::Events;
 use crate::flight::Flights;
+use crate::journal::{self, Journal, JournalWords};
 use crate::limiter::Limiter;
 use crate::live::LiveLimits;
 use crate::observer::{Gauge, Observer};
@@ -68,6 +69,7 @@ pub struct Device {
     queues: Box<[Queue]>,
     pub(crate) timekeeper: Mutex<Turn>,
     wake: OnceLock<Arc<dyn Fn() + Send + Sync>>,
+    journal: OnceLock<JournalWords>,
 }
 
 /// One queue of the device: its ring while there is one, and its thread's state.
@@ -121,6 +123,7 @@ impl Device {
             queues,
             timekeeper: Mutex::new(Turn::new()),
             wake: OnceLock::new(),
+            journal: OnceLock::new(),
             spec,
             engine,
             ram,
@@ -177,13 +180,35 @@ impl Device {
         answer
     }
 
+    /// Has every queue that is started from now on note in `words` which chains it has in hand, and answer first those that an earlier process
+    /// noted there. Only the first words given count.
+    pub fn keep_journal(&self, words: JournalWords) {
+        if !journal::prepare(&words) || self.journal.set(words).is_err() {
+            tracing::error!("There is no journal, or a second one; work in flight is lost if this process ends");
+        }
+    }
+
     /// Puts a queue into use, for the first time or again after [`Device::stop_queue`]. An index beyond the device's queues does nothing.
+    /// The queue is to be drained once then: chains may wait that nobody will kick for.
     pub fn start_queue(&self, index: u16, ring: Arc<dyn Ring>) {
         let Some(queue) = self.queues.get(usize::from(index)) else { return };
-        let old = lock(&queue.port).replace(Port::new(index, ring));
+        let old = lock(&queue.port).take();
         if let Some(old) = old {
             old.close();
         }
+        let port = Port::new(index, ring, self.journal_of(index));
+        // Before anybody can take a chain from it.
+        self.resume_queue(&port);
+        *lock(&queue.port) = Some(port);
+    }
+
+    /// Whether a queue that has not been started has something to take up: it must be started before it can be stopped.
+    pub fn must_resume(&self, index: u16) -> bool {
+        self.port(index).is_none() && self.journal_of(index).is_some_and(|journal| journal.is_kept())
+    }
+
+    pub(crate) fn journal_of(&self, index: u16) -> Option<Journal> {
+        self.journal.get().and_then(|words| Journal::of_queue(words, index))
     }
 
     /// One bounded turn of a queue, on that queue's own thread: after a kick, and again at once while it answers true. Blocks on nothing but

@@ -6,7 +6,8 @@
 //!
 //! The way of one transfer: `submit` takes its chain and copies it once, `work` parses it, `streams` says when its turn is, `issue` translates
 //! and pins it, `check` and `plan` decide whether and how, the engine carries it out (`run`), `flight` remembers what engines have in hand, and
-//! `complete` writes the record. Control requests go through `control` and `request` to one handler file a family.
+//! `complete` writes the record. Control requests go through `control` and `request` to one handler file a family. `journal` notes which chains
+//! are in hand, and `resume` answers those that a process had that is no more.
 //!
 //! # Locks
 //! In this order; a thread that holds one takes only later ones, and none is held when an engine is called or pins are let go:
@@ -39,6 +40,7 @@ mod extents;
 mod finally;
 mod flight;
 mod issue;
+mod journal;
 mod limiter;
 mod live;
 mod map;
@@ -51,6 +53,7 @@ mod plan;
 mod port;
 mod queue;
 mod request;
+mod resume;
 mod run;
 mod session;
 mod spec;
@@ -65,6 +68,7 @@ mod work;
 pub use device::Device;
 pub use error::RequestError;
 pub use iommu_core::{MappingKind, Provenance, Relation};
+pub use journal::{JOURNAL_WORDS, JournalWords};
 pub use observer::{Counter, FaultRecord, Gauge, Observer, Unobserved};
 pub use plan::Plan;
 pub use queue::Ring;

@@ -57,6 +57,8 @@ names! {
         Kernels = "kernels",
         /// Work descriptors that did not end by their deadline.
         Timeouts = "timeouts",
+        /// Work descriptors of an earlier session, or that a process had in hand when it died.
+        Lost = "lost",
     }
 }
 
@@ -150,6 +152,9 @@ impl Tally {
         }
         if status == Status::Timeout {
             self.add(Counter::Timeouts, 1);
+        }
+        if status == Status::Lost {
+            self.add(Counter::Lost, 1);
         }
     }
 

@@ -12,6 +12,7 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestMemoryMmap;
 
 use crate::Ring;
+use crate::journal::Journal;
 use crate::queue::{Pop, Popped, Visit};
 use crate::sync::{lock, read, write};
 
@@ -19,6 +20,7 @@ use crate::sync::{lock, read, write};
 pub(crate) struct Port {
     pub(crate) index: u16,
     ring: Arc<dyn Ring>,
+    pub(crate) journal: Option<Journal>,
     /// False for ever once the ring must not be touched any more.
     live: RwLock<bool>,
     /// False once no more chains are to be taken: the queue stops, or its ring makes no sense.
@@ -29,10 +31,11 @@ pub(crate) struct Port {
 }
 
 impl Port {
-    pub(crate) fn new(index: u16, ring: Arc<dyn Ring>) -> Arc<Self> {
+    pub(crate) fn new(index: u16, ring: Arc<dyn Ring>, journal: Option<Journal>) -> Arc<Self> {
         Arc::new(Self {
             index,
             ring,
+            journal,
             live: RwLock::new(true),
             taking: AtomicBool::new(true),
             open: AtomicUsize::new(0),
@@ -68,7 +71,12 @@ impl Port {
         if self.open.load(Ordering::Relaxed) >= usize::from(queue.size()) {
             return self.give_up("more chains are open than it has heads");
         }
-        match visit.pop(queue) {
+        let mark = |head| {
+            if let Some(journal) = &self.journal {
+                journal.mark(head);
+            }
+        };
+        match visit.pop(queue, mark) {
             Pop::Chain(popped) => {
                 self.open.fetch_add(1, Ordering::Relaxed);
                 Some(popped)
@@ -92,12 +100,30 @@ impl Port {
 
     /// Gives a chain back, `len` bytes written. Within [`Port::access`].
     pub(crate) fn give_back(&self, queue: &mut Queue, mem: &GuestMemoryMmap, head: u16, len: usize) {
+        if let Some(journal) = &self.journal {
+            journal.going(head, queue.next_used());
+        }
         // The head is one of the ring's, and memory that the front-end took away has no reader left.
-        let _ = queue.add_used(mem, head, u32::try_from(len).unwrap_or(u32::MAX));
+        let gone = queue.add_used(mem, head, u32::try_from(len).unwrap_or(u32::MAX)).is_ok();
+        match &self.journal {
+            Some(journal) if gone => journal.back(head),
+            Some(journal) => journal.stays(head),
+            None => {}
+        }
         if self.open.fetch_sub(1, Ordering::AcqRel) == 1 && !self.taking() {
             let _guard = lock(&self.idle.0);
             self.idle.1.notify_all();
         }
+    }
+
+    /// Counts a chain that an earlier process took. Within [`Port::access`].
+    pub(crate) fn adopt(&self) {
+        self.open.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Interrupts the driver whether it asked to be or not. Outside [`Port::access`].
+    pub(crate) fn interrupt(&self) {
+        self.ring.signal();
     }
 
     /// Whether more chains are to be taken.
@@ -120,6 +146,13 @@ impl Port {
         let guard = lock(&self.idle.0);
         if !self.is_idle() {
             drop(self.idle.1.wait_timeout(guard, most));
+        }
+    }
+
+    /// The queue was stopped and the port is closed: a start that follows goes on where it stopped.
+    pub(crate) fn stop_journal(&self) {
+        if let Some(journal) = &self.journal {
+            journal.stop(self.is_idle());
         }
     }
 

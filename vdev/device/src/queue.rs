@@ -90,6 +90,16 @@ impl Area {
         });
     }
 
+    /// The four bytes at `offset`, as a number of this machine; `None` if they are not all there.
+    fn read_word(&self, mem: &GuestMemoryMmap, offset: usize) -> Option<u32> {
+        let (mut word, mut read) = ([0; 4], 0_usize);
+        self.places(offset, word.len(), |at, done, len| {
+            let part = word.get_mut(done..done.saturating_add(len));
+            read = read.saturating_add(part.map_or(0, |part| mem.read_slice(part, at).map_or(0, |()| len)));
+        });
+        (read == word.len()).then_some(u32::from_ne_bytes(word))
+    }
+
     /// The area as one run of memory, if it is one.
     fn run<'m>(&self, mem: &'m GuestMemoryMmap) -> Option<VolatileSlice<'m>> {
         let [(at, len)] = self.buffers.as_slice() else { return None };
@@ -122,6 +132,11 @@ impl<'m> Records<'m> {
         self.area.write(self.mem, offset, body);
         fence(Ordering::Release);
         self.area.write(self.mem, status_at, &status.to_ne_bytes());
+    }
+
+    /// Last four bytes of the record of `N` bytes at `offset`.
+    pub(crate) fn status<const N: usize>(&self, offset: usize) -> Option<u32> {
+        self.area.read_word(self.mem, offset.checked_add(N)?.checked_sub(4)?).map(u32::from_le)
     }
 }
 
@@ -196,11 +211,11 @@ impl<'m> Visit<'m> {
         Self { mem, size, table, avail, index: None }
     }
 
-    /// Takes the next chain.
-    pub(crate) fn pop(&mut self, queue: &mut Queue) -> Pop {
+    /// Takes the next chain. `mark` learns its head before anything else is done with it.
+    pub(crate) fn pop(&mut self, queue: &mut Queue, mark: impl FnOnce(u16)) -> Pop {
         let next = queue.next_avail();
         if self.index.is_none_or(|index| index == next) {
-            self.index = self.avail.load(2, Ordering::Acquire);
+            self.index = self.available();
         }
         // Memory that is not there may come back: the front-end is changing its table.
         let Some(index) = self.index.filter(|_| queue.ready()) else { return Pop::Empty };
@@ -212,11 +227,18 @@ impl<'m> Visit<'m> {
         let slot = usize::from(next.checked_rem(self.size).unwrap_or(0));
         let head = self.avail.load(slot.saturating_mul(2).saturating_add(AVAIL_HEADER), Ordering::Relaxed);
         let Some(head) = head.filter(|head| *head < self.size) else { return Pop::Broken };
+        mark(head);
         queue.set_next_avail(next.wrapping_add(1));
         Pop::Chain(self.walk(head))
     }
 
-    fn walk(&self, head: u16) -> Popped {
+    /// The available index.
+    pub(crate) fn available(&self) -> Option<u16> {
+        self.avail.load(2, Ordering::Acquire)
+    }
+
+    /// The chain that begins at `head`.
+    pub(crate) fn walk(&self, head: u16) -> Popped {
         let mut popped = Popped { head, readable: Area::default(), writable: Area::default(), defect: None };
         popped.defect = self.follow(&mut popped).err();
         popped

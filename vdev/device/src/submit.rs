@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use vdev_wire::{COMPLETION_PENDING, Completion, SUBMIT_HEADER_SIZE};
+use vdev_wire::{COMPLETION_PENDING, Completion, DESCRIPTOR_SIZE, SUBMIT_HEADER_SIZE};
 use virtio_queue::QueueT;
 use vm_memory::GuestMemoryMmap;
 use zerocopy::FromZeros;
@@ -152,17 +152,26 @@ impl Device {
         more
     }
 
-    /// Reads a chain once, and parses it into the turn.
-    fn parse_chain(&self, mem: &GuestMemoryMmap, popped: &Popped, state: &mut Submission) -> Result<(), BadBatch> {
+    /// Reads a chain once, into `bytes`; only its header if it is longer than `longest`.
+    pub(crate) fn read_chain<'b>(
+        &self,
+        mem: &GuestMemoryMmap,
+        popped: &Popped,
+        bytes: &'b mut Vec<u8>,
+        longest: usize,
+    ) -> Result<(Batch, &'b [[u8; DESCRIPTOR_SIZE]]), BadBatch> {
         let len = popped.readable.len();
-        let front = if len <= self.max_submission { len } else { SUBMIT_HEADER_SIZE };
-        let unread =
-            || (!popped.readable.read_front(mem, &mut state.bytes, front)).then_some("it is not in guest memory");
+        let front = if len <= longest { len } else { SUBMIT_HEADER_SIZE };
+        let unread = || (!popped.readable.read_front(mem, bytes, front)).then_some("it is not in guest memory");
         if let Some(what) = popped.defect.or_else(unread) {
             return Err(BadBatch { records: 0, error: RequestError::Malformed { what } });
         }
-        let max_batch = self.spec.limits.max_batch;
-        let (batch, descriptors) = parse_batch(&state.bytes, len, popped.writable.len(), max_batch)?;
+        parse_batch(bytes, len, popped.writable.len(), self.spec.limits.max_batch)
+    }
+
+    /// Reads a chain once, and parses it into the turn.
+    fn parse_chain(&self, mem: &GuestMemoryMmap, popped: &Popped, state: &mut Submission) -> Result<(), BadBatch> {
+        let (batch, descriptors) = self.read_chain(mem, popped, &mut state.bytes, self.max_submission)?;
         let start = state.works.len();
         state.works.extend(descriptors.iter().map(|bytes| {
             let (tag, work) = parse_work(bytes);
@@ -178,11 +187,11 @@ impl Device {
     fn run_chain(&self, turn: &mut Turn, run: &mut Run<'_>) {
         let all = run.taken.range.clone();
         let Batch { domain: id, session } = run.taken.batch;
-        if !self.greeted.load(Ordering::Acquire) {
-            return self.refuse_all(turn, all, run, RequestError::BeforeHello);
-        }
         if session != self.spec.session {
             return self.refuse_all(turn, all, run, RequestError::Lost);
+        }
+        if !self.greeted.load(Ordering::Acquire) {
+            return self.refuse_all(turn, all, run, RequestError::BeforeHello);
         }
         if turn.cached(id).is_none() {
             turn.cache(self.domain(id));

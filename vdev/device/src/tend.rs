@@ -187,7 +187,10 @@ impl Device {
     /// Of the control queue, whose requests wait for work of the others, what runs in those is aborted. Blocks until then; once it returns the
     /// ring is not touched any more.
     pub fn stop_queue(&self, index: u16) {
-        let Some(port) = self.take_port(index) else { return };
+        let Some(port) = self.take_port(index) else {
+            // What it had in hand is never answered.
+            return self.journal_of(index).into_iter().for_each(|journal| journal.stop(false));
+        };
         let start = Instant::now();
         while !port.is_idle() {
             self.poll();
@@ -204,6 +207,7 @@ impl Device {
             port.wait_idle(GLANCE);
         }
         port.close();
+        port.stop_journal();
         self.wake();
     }
 

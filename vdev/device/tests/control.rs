@@ -80,6 +80,7 @@ fn hello_refuses_what_it_does_not_speak() {
 #[test]
 fn hello_ignores_the_session_and_nothing_else_does() {
     let mut bed = Bed::new();
+    assert_eq!(raw(&mut bed, header(2, 0, SESSION + 1).as_bytes(), 512), Status::Stale, "also before HELLO");
     let hello = [header(1, 0, 99).as_bytes(), &[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]].concat();
     assert_eq!(raw(&mut bed, &hello, 64), Status::Ok);
     assert_eq!(raw(&mut bed, header(2, 0, SESSION + 1).as_bytes(), 512), Status::Stale);

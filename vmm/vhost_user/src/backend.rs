@@ -2,14 +2,14 @@
 //!
 //! Every method takes `&self`: the connection's thread, the queues' threads and the timekeeper work side by side. A queue starts when the
 //! transport first runs it (which happens when it becomes enabled), and stops at GET_VRING_BASE or at a reset. `queues[i]` is locked for the
-//! moment of starting and stopping only, never while the device works.
+//! moment of starting and stopping only, never while the device works. A queue that an earlier process left in use is started before it stops.
 
 use std::any::Any;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use arc_swap::ArcSwap;
 use hw_engine::RamMap;
@@ -48,6 +48,8 @@ pub(crate) struct Backend {
     memory: Arc<ArcSwap<GuestMemoryMmap>>,
     acked: AtomicU64,
     queues: Vec<Mutex<QueueState>>,
+    /// Of every queue, once they are made.
+    vrings: OnceLock<Vec<Vring>>,
     exits: Mutex<Vec<RawFd>>,
     /// The way back to the front-end. Nothing is sent on it, but QEMU complains if it is closed.
     way_back: Mutex<Option<vhost::vhost_user::Backend>>,
@@ -65,6 +67,7 @@ impl Backend {
             memory: Arc::new(ArcSwap::from_pointee(GuestMemoryMmap::new())),
             acked: AtomicU64::new(0),
             queues,
+            vrings: OnceLock::new(),
             exits: Mutex::new(Vec::new()),
             way_back: Mutex::default(),
         }
@@ -73,12 +76,47 @@ impl Backend {
     /// Stops a queue until the front-end starts it again. Returns when its ring is not touched any more.
     fn stop(&self, index: u16) {
         let Some(mut state) = self.queue(index) else { return };
+        if state.ring.is_none() && self.device.must_resume(index) {
+            self.start_to_stop(index, &mut state);
+        }
         let was = std::mem::take(&mut *state);
         drop(state);
         if let Some(ring) = was.ring {
             attempt(index, "stop", || self.device.stop_queue(index));
             ring.close();
         }
+    }
+
+    /// What an earlier process had in hand is answered also if the queue is not to run any more.
+    fn start_to_stop(&self, index: u16, state: &mut QueueState) {
+        let Some(vring) = self.vrings.get().and_then(|vrings| vrings.get(usize::from(index))) else { return };
+        let in_memory = {
+            let mut held = vring.get_mut();
+            let queue = held.get_queue_mut();
+            let was_ready = queue.ready();
+            queue.set_ready(true);
+            let in_memory = queue.is_valid(&**self.memory.load());
+            queue.set_ready(was_ready);
+            in_memory
+        };
+        if in_memory {
+            self.start(index, vring, state);
+        } else {
+            self.device.stop_queue(index);
+        }
+    }
+
+    fn start(&self, index: u16, vring: &Vring, state: &mut QueueState) {
+        let ring = Arc::new(QueueRing::new(vring.clone(), Arc::clone(&self.memory)));
+        state.ring = Some(Arc::clone(&ring));
+        // Under the lock of the state, so that a stop cannot overtake it.
+        state.failed = attempt(index, "start", || self.device.start_queue(index, ring)).is_none();
+    }
+
+    /// Learns of the transport's vrings, in the order of their queues.
+    pub(crate) fn know(&self, vrings: Vec<Vring>) {
+        // Told once.
+        let _ = self.vrings.set(vrings);
     }
 
     /// Closes what the transport leaves open: it forgets the exit events it was handed.
@@ -115,10 +153,7 @@ impl Backend {
             state.failed = true;
             return false;
         }
-        let ring = Arc::new(QueueRing::new(vring.clone(), Arc::clone(&self.memory)));
-        state.ring = Some(Arc::clone(&ring));
-        // Under the lock, so that a stop cannot overtake it.
-        state.failed = attempt(index, "start", || self.device.start_queue(index, ring)).is_none();
+        self.start(index, vring, &mut state);
         !state.failed
     }
 

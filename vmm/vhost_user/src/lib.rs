@@ -21,7 +21,7 @@ mod timekeeper;
 mod vring;
 
 pub use memory::UnsealedPolicy;
-pub use serve::{JournalWords, Options, ServeError, ThreadClass, serve};
+pub use serve::{Options, ServeError, ThreadClass, serve};
 
 /// Longest queue a VMM may ask for, in entries.
 pub const MAX_QUEUE_SIZE: u16 = 1024;

@@ -6,22 +6,22 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use hw_engine::RamMap;
 use rustix::event::{PollFd, PollFlags, poll};
-use vdev_device::Device;
+use vdev_device::{Device, JournalWords};
 use vhost::vhost_user::{Error as ProtocolError, Listener};
 use vhost_user_backend::{Error as DaemonError, ShutdownHandle, VhostUserDaemon};
 use vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
 
+use crate::MAX_QUEUES;
 use crate::backend::{Backend, panic_text};
 use crate::memory::UnsealedPolicy;
 use crate::timekeeper::Timekeeper;
-use crate::{MAX_QUEUES, vring::Vring};
+use crate::vring::{self, Vring};
 
 /// How long a hang-up may take before the session is given up.
 const TEARDOWN: Duration = Duration::from_secs(20);
@@ -51,9 +51,6 @@ pub(crate) fn enter(hook: &ThreadHook, class: ThreadClass) {
         hook(class);
     }
 }
-
-/// Words of a journal: see [`Options::journal`].
-pub type JournalWords = Arc<dyn AsRef<[AtomicU64]> + Send + Sync>;
 
 /// How to serve.
 #[derive(Clone)]
@@ -172,14 +169,15 @@ pub fn serve(
     if queues > MAX_QUEUES {
         return Err(ServeError::TooManyQueues { queues });
     }
+    if let Some(words) = &options.journal {
+        device.keep_journal(Arc::clone(words));
+    }
     let hangup = Arc::new(Hangup::default());
     let backend = Arc::new(Backend::new(Arc::clone(&device), ram, options, Arc::clone(&hangup)));
-    let mut daemon = VhostUserDaemon::new(
-        "connection".into(),
-        Arc::clone(&backend),
-        GuestMemoryAtomic::<GuestMemoryMmap>::new(GuestMemoryMmap::new()),
-    )
-    .map_err(|error| ServeError::Start { source: io::Error::other(error.to_string()) })?;
+    let memory = GuestMemoryAtomic::<GuestMemoryMmap>::new(GuestMemoryMmap::new());
+    let (daemon, vrings) = vring::made_by(|| VhostUserDaemon::new("connection".into(), Arc::clone(&backend), memory));
+    let mut daemon = daemon.map_err(|error| ServeError::Start { source: io::Error::other(error.to_string()) })?;
+    backend.know(vrings);
     let timekeeper =
         Timekeeper::start(&device, options, Arc::clone(&hangup)).map_err(|source| ServeError::Start { source })?;
     let session = converse(listener, &mut daemon, &hangup, connected);

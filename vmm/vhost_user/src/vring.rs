@@ -5,8 +5,9 @@
 //! `RWF_NOWAIT` and an interrupt is written to a descriptor in non-blocking mode, so that neither holds up a thread. A kick that is readable
 //! but yields no count marks the vring as broken, which ends the connection: its events could not be silenced otherwise.
 //!
-//! Everything else is `VringMutex`'s.
+//! Everything else is `VringMutex`'s. The transport keeps its vrings to itself; [`made_by`] learns of them as they are made.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -30,6 +31,18 @@ const EMPTY_KICKS: u32 = 64;
 pub(crate) struct Vring {
     inner: VringMutex<Memory>,
     health: Arc<Health>,
+}
+
+thread_local! {
+    /// Vrings that this thread has made, while somebody wants to know.
+    static MADE: RefCell<Option<Vec<Vring>>> = const { RefCell::new(None) };
+}
+
+/// Runs `make`, and gives the vrings made meanwhile on this thread, in that order.
+pub(crate) fn made_by<T>(make: impl FnOnce() -> T) -> (T, Vec<Vring>) {
+    MADE.set(Some(Vec::new()));
+    let made = make();
+    (made, MADE.take().unwrap_or_default())
 }
 
 #[derive(Default)]
@@ -92,7 +105,9 @@ impl<'a> VringStateMutGuard<'a, Memory> for Vring {
 
 impl VringT<Memory> for Vring {
     fn new(mem: Memory, max_queue_size: u16) -> Result<Self, QueueError> {
-        Ok(Self { inner: VringMutex::new(mem, max_queue_size)?, health: Arc::default() })
+        let vring = Self { inner: VringMutex::new(mem, max_queue_size)?, health: Arc::default() };
+        MADE.with_borrow_mut(|made| made.iter_mut().for_each(|made| made.push(vring.clone())));
+        Ok(vring)
     }
 
     fn get_ref(&self) -> <Self as VringStateGuard<'_, Memory>>::G {

@@ -9,11 +9,13 @@
     reason = "each test uses some of it"
 )]
 
+pub mod crash;
 pub mod engine;
 pub mod ring;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -114,6 +116,11 @@ pub struct Bed {
     pub seen: Arc<Seen>,
     /// Control, events, then submission queues.
     pub rings: Vec<DriverRing>,
+    /// What the driver believes in.
+    pub session: u32,
+    pub process: Arc<crash::Process>,
+    pub journal: Option<Arc<Vec<AtomicU64>>>,
+    spec: DeviceSpec,
     next: u64,
     /// Used chains that nobody asked for yet, by queue and head.
     used: HashMap<(usize, u16), u32>,
@@ -192,14 +199,16 @@ impl Bed {
         }
         let (inner, engine) = engines(memory.clone());
         let seen = Arc::new(Seen::default());
-        let device = Device::new(spec, inner, memory.clone(), seen.clone()).unwrap();
+        let device = Device::new(spec.clone(), inner, memory.clone(), seen.clone()).unwrap();
         let queues = u64::from(device.num_queues());
         let rings: Vec<_> = (0..queues).map(|queue| DriverRing::new(&mem, 0x10_0000 + 0x4000 * queue, 64)).collect();
         for (index, ring) in (0..).zip(&rings) {
             device.start_queue(index, ring.ring.clone());
         }
         let (used, events) = (HashMap::new(), HashMap::new());
-        Self { device, engine, memory, mem, seen, rings, next: 0x20_0000, used, events }
+        let (process, session) = (Arc::default(), spec.session);
+        let next = 0x20_0000;
+        Self { device, engine, memory, mem, seen, rings, session, process, journal: None, spec, next, used, events }
     }
 
     /// A device that a driver has said HELLO to, with GPU and FPGA attached to domain 1 and all data memory mapped.
@@ -303,7 +312,7 @@ impl Bed {
             opcode: (opcode as u16).into(),
             flags: 0.into(),
             domain: domain.into(),
-            session: SESSION.into(),
+            session: self.session.into(),
             reserved: 0.into(),
         };
         self.start_raw(&[header.as_bytes(), body].concat(), 512)
@@ -312,6 +321,11 @@ impl Bed {
     /// The answer, if it is there after draining.
     pub fn answer(&mut self, call: Call) -> Option<Answer> {
         self.drain();
+        self.answered(call)
+    }
+
+    /// The answer, if it is there.
+    pub fn answered(&mut self, call: Call) -> Option<Answer> {
         let len = self.used(0, call.head)?;
         assert!(len >= 16 && len <= call.room, "{len} bytes were used");
         let reply = ControlReply::read_from_bytes(&self.ram(call.reply, 16)).unwrap();
@@ -394,12 +408,17 @@ impl Bed {
     }
 
     pub fn submit_on(&mut self, queue: usize, domain: u32, works: &[WorkDescriptor]) -> Batch {
-        let bytes = [batch_header(domain, works.len()).as_bytes(), works.as_bytes()].concat();
+        let header = SubmitHeader { session: self.session.into(), ..batch_header(domain, works.len()) };
+        let bytes = [header.as_bytes(), works.as_bytes()].concat();
         self.submit_raw(queue, &bytes, works.len())
     }
 
     pub fn submit(&mut self, domain: u32, works: &[WorkDescriptor]) -> Batch {
         self.submit_on(2, domain, works)
+    }
+
+    pub fn record_at(&self, batch: Batch, index: u64) -> u64 {
+        batch.records + 32 * index
     }
 
     /// The records as they are now, used or not.

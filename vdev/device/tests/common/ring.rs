@@ -1,11 +1,13 @@
 //! A split virtqueue from the driver's side, written after the specification: tables laid out apart, every field little-endian.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use vdev_device::Ring;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+
+use super::crash::Process;
 
 pub const NEXT: u16 = 1;
 pub const WRITE: u16 = 2;
@@ -15,7 +17,7 @@ pub const INDIRECT: u16 = 4;
 pub struct TestRing {
     queue: Mutex<Queue>,
     mem: GuestMemoryMmap,
-    stopped: AtomicBool,
+    process: Arc<Process>,
     pub signals: AtomicUsize,
     /// How often the ring was touched.
     pub touches: AtomicUsize,
@@ -23,7 +25,8 @@ pub struct TestRing {
 
 impl Ring for TestRing {
     fn with(&self, f: &mut dyn FnMut(&mut Queue, &GuestMemoryMmap)) -> bool {
-        if self.stopped.load(Ordering::SeqCst) {
+        self.process.step();
+        if self.process.is_dead() {
             return false;
         }
         self.touches.fetch_add(1, Ordering::SeqCst);
@@ -32,6 +35,7 @@ impl Ring for TestRing {
     }
 
     fn signal(&self) {
+        self.process.step();
         self.signals.fetch_add(1, Ordering::SeqCst);
     }
 }
@@ -48,6 +52,8 @@ pub struct DriverRing {
     taken: Vec<Vec<u16>>,
     next_avail: u16,
     next_used: u16,
+    /// Only chains that were pushed come back.
+    pub strict: bool,
     pub ring: Arc<TestRing>,
 }
 
@@ -55,23 +61,7 @@ impl DriverRing {
     /// A ring of `size` at `base`, which must have 16 KiB.
     pub fn new(mem: &GuestMemoryMmap, base: u64, size: u16) -> Self {
         let (desc, avail, used) = (base, base + 0x2000, base + 0x3000);
-        let mut queue = Queue::new(size).unwrap();
-        queue.try_set_size(size).unwrap();
-        queue.try_set_desc_table_address(GuestAddress(desc)).unwrap();
-        queue.try_set_avail_ring_address(GuestAddress(avail)).unwrap();
-        queue.try_set_used_ring_address(GuestAddress(used)).unwrap();
-        queue.set_event_idx(true);
-        queue.set_ready(true);
-        for offset in (0..0x4000).step_by(8) {
-            mem.write_obj(0_u64, GuestAddress(base + offset)).unwrap();
-        }
-        let ring = TestRing {
-            queue: Mutex::new(queue),
-            mem: mem.clone(),
-            stopped: AtomicBool::new(false),
-            signals: AtomicUsize::new(0),
-            touches: AtomicUsize::new(0),
-        };
+        mem.write_slice(&[0; 0x4000], GuestAddress(base)).unwrap();
         Self {
             mem: mem.clone(),
             size,
@@ -82,8 +72,37 @@ impl DriverRing {
             taken: vec![Vec::new(); usize::from(size)],
             next_avail: 0,
             next_used: 0,
-            ring: Arc::new(ring),
+            strict: false,
+            ring: Self::device_side(mem, base, size, &Arc::default()),
         }
+    }
+
+    /// A transport begins to serve the ring, with the indices of one that was never used.
+    pub fn serve(&mut self, process: &Arc<Process>) {
+        self.ring = Self::device_side(&self.mem, self.desc, self.size, process);
+    }
+
+    /// The device is told of a used ring somewhere else.
+    pub fn break_used_ring(&self, at: u64) {
+        self.ring.queue.lock().unwrap().try_set_used_ring_address(GuestAddress(at)).unwrap();
+    }
+
+    fn device_side(mem: &GuestMemoryMmap, base: u64, size: u16, process: &Arc<Process>) -> Arc<TestRing> {
+        let (desc, avail, used) = (base, base + 0x2000, base + 0x3000);
+        let mut queue = Queue::new(size).unwrap();
+        queue.try_set_size(size).unwrap();
+        queue.try_set_desc_table_address(GuestAddress(desc)).unwrap();
+        queue.try_set_avail_ring_address(GuestAddress(avail)).unwrap();
+        queue.try_set_used_ring_address(GuestAddress(used)).unwrap();
+        queue.set_event_idx(true);
+        queue.set_ready(true);
+        Arc::new(TestRing {
+            queue: Mutex::new(queue),
+            mem: mem.clone(),
+            process: Arc::clone(process),
+            signals: AtomicUsize::new(0),
+            touches: AtomicUsize::new(0),
+        })
     }
 
     /// Writes one descriptor of the table.
@@ -135,6 +154,8 @@ impl DriverRing {
     /// Takes what the device has used, and asks for an interrupt at the next use.
     pub fn take_used(&mut self) -> Vec<(u16, u32)> {
         let index: u16 = self.mem.load(GuestAddress(self.used + 2), Ordering::Acquire).unwrap();
+        let ahead = u16::from_le(index).wrapping_sub(self.next_used);
+        assert!(usize::from(ahead) <= self.outstanding(), "{ahead} chains are used, of {}", self.outstanding());
         let mut used = Vec::new();
         while self.next_used != u16::from_le(index) {
             let at = self.used + 4 + 8 * u64::from(self.next_used % self.size);
@@ -143,12 +164,23 @@ impl DriverRing {
             self.next_used = self.next_used.wrapping_add(1);
             let head = u16::try_from(u32::from_le(head)).expect("a head of this ring");
             let freed = std::mem::take(&mut self.taken[usize::from(head)]);
+            assert!(!self.strict || !freed.is_empty(), "the device used {head}, which it does not have");
             self.free.extend(freed);
             used.push((head, u32::from_le(len)));
         }
         let used_event = self.avail + 4 + 2 * u64::from(self.size);
         self.mem.store(self.next_used.to_le(), GuestAddress(used_event), Ordering::SeqCst).unwrap();
         used
+    }
+
+    /// Descriptors that are free.
+    pub fn room(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Chains that the device has.
+    pub fn outstanding(&self) -> usize {
+        usize::from(self.next_avail.wrapping_sub(self.next_used))
     }
 
     /// Whether the device asked to be notified of the next chain.
