@@ -34,6 +34,11 @@ fn ring() -> Result<()> {
     replay("ring", harness::fuzz::ring)
 }
 
+#[test]
+fn frames() -> Result<()> {
+    replay("frames", harness::fuzz::frames)
+}
+
 /// Inputs that nobody chose: cheap, the same every time, and more of them than seeds.
 #[test]
 fn noise() {
@@ -50,5 +55,6 @@ fn noise() {
         harness::fuzz::requests(&bytes);
         harness::fuzz::chains(&bytes);
         harness::fuzz::ring(&bytes);
+        harness::fuzz::frames(&bytes);
     }
 }

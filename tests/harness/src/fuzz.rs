@@ -3,9 +3,10 @@
 //!
 //! - [`requests`]: well-placed chains with any bytes and any field values;
 //! - [`chains`]: one descriptor table of any bytes, and any heads;
-//! - [`ring`]: any writes to rings and memory between kicks, polls, stops and starts.
+//! - [`ring`]: any writes to rings and memory between kicks, polls, stops and starts;
+//! - [`frames`]: a keeper between a VMM and workers that say anything and end at any moment. It has promises of its own.
 //!
-//! Promises that are checked everywhere: no panic, no endless turn, used entries only for chains that were taken. [`requests`] also checks
+//! Promises that are checked of a device everywhere: no panic, no endless turn, used entries only for chains that were taken. [`requests`] also checks
 //! that every chain is answered, and well, and that nothing is left after a HELLO.
 
 use anyhow::{Context, Result};
@@ -16,6 +17,7 @@ use vdev_wire::{
 };
 use zerocopy::{FromBytes, IntoBytes};
 
+pub use crate::frames::frames;
 use crate::guest::request;
 use crate::local::LocalGuest;
 use crate::virtqueue::{Buffer, Negotiated, RawDescriptor};
@@ -27,30 +29,34 @@ const CONTROL: usize = CONTROL_QUEUE as usize;
 const EVENTS: usize = EVENT_QUEUE as usize;
 
 /// Reads an input; zeroes once it is used up.
-struct Bytes<'a>(&'a [u8]);
+pub(crate) struct Bytes<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Bytes<'a> {
-    fn byte(&mut self) -> u8 {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub(crate) fn byte(&mut self) -> u8 {
         let Some((first, rest)) = self.0.split_first() else { return 0 };
         self.0 = rest;
         *first
     }
 
-    fn short(&mut self) -> u16 {
+    pub(crate) fn short(&mut self) -> u16 {
         u16::from_le_bytes([self.byte(), self.byte()])
     }
 
-    fn long(&mut self) -> u64 {
+    pub(crate) fn long(&mut self) -> u64 {
         u64::from_le_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    fn take(&mut self, most: usize) -> &'a [u8] {
+    pub(crate) fn take(&mut self, most: usize) -> &'a [u8] {
         let (taken, rest) = self.0.split_at(most.min(self.0.len()));
         self.0 = rest;
         taken
     }
 
-    fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+    pub(crate) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
         from[usize::from(self.byte()) % from.len()]
     }
 
@@ -112,7 +118,7 @@ fn run_requests(bytes: &mut Bytes<'_>) -> Result<()> {
         converse(&mut guest, scratch.gpa(), CONTROL, &hello, 64)?;
     }
     for _ in 0..STEPS {
-        if bytes.0.is_empty() {
+        if bytes.is_empty() {
             break;
         }
         let (queue, readable, room) = match bytes.byte() % 4 {
@@ -334,7 +340,7 @@ fn run_ring(bytes: &mut Bytes<'_>) -> Result<()> {
         u64::MAX - 8,
     ];
     for _ in 0..STEPS * 4 {
-        if bytes.0.is_empty() {
+        if bytes.is_empty() {
             break;
         }
         let queue = u16::from(bytes.byte()) % guest.device.num_queues();

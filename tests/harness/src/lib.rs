@@ -11,6 +11,7 @@
 //! Not here: tests. Everything waits for what it needs with a deadline, never for time to pass.
 
 pub mod daemon;
+mod frames;
 pub mod frontend;
 pub mod fuzz;
 pub mod guest;
