@@ -18,6 +18,6 @@ pub use engine::{
     DmaEngine, EndpointKind, EndpointSpec, EngineCaps, EngineError, Finished, Initiated, JobId, Raised, Route,
     Segments, Submit, Transfer, Work,
 };
-pub use ledger::{Direction, LinkId, LinkLedger, Unlimited};
+pub use ledger::{Booking, Crossing, Direction, LinkId, LinkLedger, Unlimited};
 pub use memory::{Memory, MemoryError, RamMap, RamRegion};
 pub use segments::{CopyError, Pair, Pairs, copy_segments, fill_segments, total_len};

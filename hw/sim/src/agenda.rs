@@ -1,7 +1,8 @@
 //! Transfers that are out: bytes to move, and ends that are not due yet.
 //!
 //! Pure state: who moves the bytes, and when, is the caller's. A transfer is waiting, being moved, or moved; it ends when it is moved and
-//! due. A flush is moved from the start, and ends once nothing is left that its initiator submitted before it.
+//! due. When it is due is known from the beginning, or once it is booked on every link. A flush is moved from the start; it is due when everything
+//! that its initiator submitted before it is, and ends once nothing of that is left.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -54,8 +55,10 @@ enum Phase {
 struct Job {
     id: JobId,
     initiator: EndpointId,
-    due: Duration,
-    flush: bool,
+    /// When it may end; `None` while it is on its way over links, or is a flush behind one that is.
+    due: Option<Duration>,
+    /// How long a flush takes.
+    flush: Option<Duration>,
     aborted: bool,
     /// Whose registers hear of the end.
     kernel: Option<KernelOf>,
@@ -77,6 +80,8 @@ pub(crate) struct Agenda {
     due: BTreeSet<(Duration, Seq)>,
     /// Waiting transfers in the order in which they get their turn.
     turns: VecDeque<Seq>,
+    /// Flushes of which nobody knows yet when they are due.
+    flushes: Vec<Seq>,
     next: Seq,
 }
 
@@ -85,42 +90,64 @@ impl Agenda {
         self.jobs.is_empty()
     }
 
-    /// Takes a transfer that may not end before `due`; its bytes are to be moved unless they have been.
-    pub(crate) fn add(&mut self, moving: Move, moved: Option<Finished>, due: Duration) {
+    /// Takes a transfer that may not end before it is due; its bytes are to be moved unless they have been. If it is not known yet when it is
+    /// due, [`Agenda::set_due`] tells.
+    pub(crate) fn add(&mut self, moving: Move, moved: Option<Finished>, due: Option<Duration>) -> Seq {
         let Move { transfer, kernel } = &moving;
         let kernel = kernel.is_some().then_some((transfer.initiator, transfer.domain));
         let (id, initiator) = (transfer.job, transfer.initiator);
         let waits = moved.is_none();
         let phase = moved.map_or(Phase::Waiting(moving), Phase::Moved);
-        let seq = self.insert(Job { id, initiator, due, flush: false, aborted: false, kernel, phase });
+        let seq = self.insert(Job { id, initiator, due, flush: None, aborted: false, kernel, phase });
         if waits {
             self.turns.push_back(seq);
         }
+        seq
     }
 
-    /// Takes a flush, which ends `latency` after everything that its initiator has out. Answers when that is; `None` if there is nothing to
-    /// wait for.
-    pub(crate) fn add_flush(
-        &mut self,
-        id: JobId,
-        initiator: EndpointId,
-        now: Duration,
-        latency: Duration,
-    ) -> Option<Duration> {
-        let last = self.jobs.values().filter(|job| job.initiator == initiator).map(|job| job.due).max();
-        if last.is_none() && latency.is_zero() {
-            return None;
+    /// A transfer may end from `due` on.
+    pub(crate) fn set_due(&mut self, seq: Seq, due: Duration) {
+        if let Some(job) = self.jobs.get_mut(&seq) {
+            job.due = Some(due);
+            self.due.insert((due, seq));
         }
-        let due = last.unwrap_or(now).max(now).saturating_add(latency);
+    }
+
+    /// Whether a transfer is out and nobody has given it up.
+    pub(crate) fn is_wanted(&self, seq: Seq) -> bool {
+        self.jobs.get(&seq).is_some_and(|job| !job.aborted)
+    }
+
+    /// Takes a flush, which ends `latency` after everything that its initiator has out. False if there is nothing to wait for.
+    pub(crate) fn add_flush(&mut self, id: JobId, initiator: EndpointId, now: Duration, latency: Duration) -> bool {
+        if latency.is_zero() && !self.jobs.values().any(|job| job.initiator == initiator) {
+            return false;
+        }
         let moved = Phase::Moved(Finished::moved(id, Ok(0)));
-        self.insert(Job { id, initiator, due, flush: true, aborted: false, kernel: None, phase: moved });
-        Some(due)
+        let flush = Some(latency);
+        let seq = self.insert(Job { id, initiator, due: None, flush, aborted: false, kernel: None, phase: moved });
+        self.flushes.push(seq);
+        self.settle_flushes(now);
+        true
+    }
+
+    /// Finds out when flushes are due.
+    fn settle_flushes(&mut self, now: Duration) {
+        for seq in std::mem::take(&mut self.flushes) {
+            let Some(Job { initiator, flush: Some(latency), .. }) = self.jobs.get(&seq) else { continue };
+            let mut earlier = self.jobs.range(..seq).filter(|(_, job)| job.initiator == *initiator);
+            let last = earlier.try_fold(now, |last, (_, job)| Some(last.max(job.due?)));
+            match last.map(|last| last.saturating_add(*latency)) {
+                Some(due) => self.set_due(seq, due),
+                None => self.flushes.push(seq),
+            }
+        }
     }
 
     fn insert(&mut self, job: Job) -> Seq {
         let seq = self.next;
         self.next += 1;
-        self.due.insert((job.due, seq));
+        self.due.extend(job.due.map(|due| (due, seq)));
         self.jobs.insert(seq, job);
         seq
     }
@@ -173,6 +200,7 @@ impl Agenda {
 
     /// Ends what is moved and due.
     pub(crate) fn settle(&mut self, now: Duration) -> SmallVec<[End; 4]> {
+        self.settle_flushes(now);
         let due: SmallVec<[Seq; 16]> = self.due.range(..=(now, Seq::MAX)).map(|&(_, seq)| seq).collect();
         due.into_iter().filter_map(|seq| self.end_moved(seq)).collect()
     }
@@ -180,7 +208,7 @@ impl Agenda {
     fn end_moved(&mut self, seq: Seq) -> Option<End> {
         let job = self.jobs.get(&seq)?;
         let Phase::Moved(finished) = &job.phase else { return None };
-        if job.flush && self.jobs.range(..seq).any(|(_, earlier)| earlier.initiator == job.initiator) {
+        if job.flush.is_some() && self.jobs.range(..seq).any(|(_, earlier)| earlier.initiator == job.initiator) {
             return None;
         }
         let finished = finished.clone();
@@ -198,9 +226,10 @@ impl Agenda {
         self.abort_one(seq)
     }
 
-    /// Gives up the transfers that are due after `horizon`, and kernels too if those are to end.
-    pub(crate) fn abort_late(&mut self, horizon: Duration, kernels: bool) -> Vec<End> {
-        let late = self.jobs.iter().filter(|(_, job)| job.due > horizon || (kernels && job.kernel.is_some()));
+    /// Gives up the transfers that are due after `horizon`; once it is reached also those that are due nobody knows when, and kernels.
+    pub(crate) fn abort_late(&mut self, horizon: Duration, reached: bool) -> Vec<End> {
+        let is_late = |job: &Job| job.due.map_or(reached, |due| due > horizon) || (reached && job.kernel.is_some());
+        let late = self.jobs.iter().filter(|(_, job)| is_late(job));
         let late: Vec<Seq> = late.map(|(seq, _)| *seq).collect();
         late.into_iter().filter_map(|seq| self.abort_one(seq)).collect()
     }
@@ -221,7 +250,9 @@ impl Agenda {
 
     fn end(&mut self, seq: Seq, finished: impl FnOnce(JobId) -> Finished) -> Option<End> {
         let job = self.jobs.remove(&seq)?;
-        self.due.remove(&(job.due, seq));
+        if let Some(due) = job.due {
+            self.due.remove(&(due, seq));
+        }
         Some(End { finished: finished(job.id), kernel: job.kernel })
     }
 }

@@ -13,6 +13,7 @@ use crate::agenda::{Move, carry_out};
 use crate::fabric::{Crossings, Fabric, route};
 use crate::kernel::{Kernel, STEP};
 use crate::registers::Registers;
+use crate::traffic::Trip;
 use crate::worker::{Core, Worker};
 use crate::{Clock, ConfigError, SimConfig, SimEndpoint};
 
@@ -72,12 +73,11 @@ impl SimEngine {
         core.claim()?;
         let now = core.clock.now();
         let mut inner = core.inner();
-        let due = inner.agenda.add_flush(transfer.job, transfer.initiator, now, endpoint.latency);
-        if due.is_none() {
+        if !inner.agenda.add_flush(transfer.job, transfer.initiator, now, endpoint.latency) {
             core.release(1);
             return nothing;
         }
-        core.call_worker(&inner, due);
+        core.call_worker(&inner, inner.agenda.next_due(now));
         Ok(Submit::Submitted)
     }
 
@@ -86,14 +86,14 @@ impl SimEngine {
         &self,
         transfer: &Transfer,
         endpoint: &SimEndpoint,
-        crossings: &Crossings,
+        crossings: Crossings,
         kernel: Option<Box<Kernel>>,
     ) -> Submit {
         let core = &*self.core;
         let (now, route) = (core.clock.now(), route(&transfer.work));
-        let crossed = core.fabric.book(crossings, route, now);
         let len = total_len(written(&transfer.work));
-        if endpoint.latency.is_zero() && crossed <= now && (kernel.is_none() || len <= STEP) {
+        let crosses = crossings.iter().any(|(_, _, bytes)| *bytes > 0);
+        if endpoint.latency.is_zero() && !crosses && (kernel.is_none() || len <= STEP) {
             let end = core.run(transfer, kernel);
             core.release(1);
             return Submit::Executed(end);
@@ -102,9 +102,14 @@ impl SimEngine {
         let small = kernel.is_none() && !core.clock.is_manual() && len <= SMALL;
         let moved = small.then(|| core.run(transfer, None));
         let mut inner = core.inner();
-        let due = inner.occupy(endpoint, route, crossed);
-        inner.agenda.add(Move { transfer: transfer.clone(), kernel }, moved, due);
-        core.call_worker(&inner, small.then_some(due));
+        let due = if crosses { None } else { Some(inner.occupy(endpoint, route, now)) };
+        let seq = inner.agenda.add(Move { transfer: transfer.clone(), kernel }, moved, due);
+        if crosses {
+            inner.traffic.add(Trip::new(seq, transfer.initiator, route, crossings, now));
+            core.book(&mut inner, now);
+        }
+        let next = inner.agenda.next_due(now).into_iter().chain(inner.traffic.due()).min();
+        core.call_worker(&inner, next.filter(|_| small));
         Submit::Submitted
     }
 }
@@ -138,7 +143,7 @@ impl DmaEngine for SimEngine {
                     return Ok(Submit::Executed(Finished::moved(transfer.job, moved)));
                 }
                 core.claim()?;
-                return Ok(self.book(transfer, endpoint, &crossings, None));
+                return Ok(self.book(transfer, endpoint, crossings, None));
             }
         };
         core.claim()?;
@@ -147,7 +152,7 @@ impl DmaEngine for SimEngine {
             return Err(EngineError::Device { code: code::NO_KERNEL });
         };
         let kernel = Box::new(Kernel::new(seed, src, dst));
-        Ok(self.book(transfer, endpoint, &core.fabric.crossings(transfer), Some(kernel)))
+        Ok(self.book(transfer, endpoint, core.fabric.crossings(transfer), Some(kernel)))
     }
 
     fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {

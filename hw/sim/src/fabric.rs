@@ -1,11 +1,12 @@
-//! How long a transfer takes: which links its bytes cross, and when the ledger lets the last one through.
+//! Which links the bytes of a transfer cross.
 //!
 //! Bytes leave the source's device by its link and enter the destination's by its own; the two directions of a link do not contend. Within
 //! a device no link is crossed, and guest memory has none. Bytes of a fill, and of a kernel, come from the initiator; bytes between two
-//! places in guest memory cross the initiator's link in and out.
+//! places in guest memory cross the initiator's link in and out. Links that are as fast as memory do not count.
+//!
+//! Not here: when they do (`traffic`).
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use hw_engine::{Direction, LinkId, LinkLedger, Pairs, Route, Transfer, Work};
 use iommu_addr::EndpointId;
@@ -20,7 +21,7 @@ pub(crate) struct Fabric {
     endpoints: Vec<SimEndpoint>,
     /// Whether any endpoint has a link.
     linked: bool,
-    ledger: Arc<dyn LinkLedger>,
+    pub(crate) ledger: Arc<dyn LinkLedger>,
 }
 
 impl Fabric {
@@ -34,7 +35,7 @@ impl Fabric {
         self.endpoints.iter().find(|endpoint| endpoint.spec.id == id)
     }
 
-    /// The links that a transfer crosses.
+    /// The links that a transfer crosses, in the order in which a staged one does.
     pub(crate) fn crossings(&self, transfer: &Transfer) -> Crossings {
         let mut found = Crossings::new();
         if !self.linked {
@@ -64,18 +65,6 @@ impl Fabric {
         found
     }
 
-    /// Books the crossings and answers when the last byte is through. The hops of a staged copy follow one another.
-    pub(crate) fn book(&self, crossings: &Crossings, route: Route, now: Duration) -> Duration {
-        let waits = crossings
-            .iter()
-            .map(|&(link, direction, bytes)| self.ledger.reserve(link, direction, bytes, now).saturating_sub(now));
-        let wait = match route {
-            Route::Direct => waits.max().unwrap_or_default(),
-            Route::Staged => waits.fold(Duration::ZERO, Duration::saturating_add),
-        };
-        now.saturating_add(wait)
-    }
-
     fn hop(&self, found: &mut Crossings, from: Option<EndpointId>, to: Option<EndpointId>, bytes: u64) {
         let link = |end: Option<EndpointId>| end.and_then(|id| self.endpoint(id)?.link);
         let (out, into) = (link(from), link(to));
@@ -83,7 +72,7 @@ impl Fabric {
             return;
         }
         for (link, direction) in [(out, Direction::Out), (into, Direction::In)] {
-            let Some(link) = link else { continue };
+            let Some(link) = link.filter(|link| self.ledger.piece(*link).is_some()) else { continue };
             match found.iter_mut().find(|(held, way, _)| (*held, *way) == (link, direction)) {
                 Some((_, _, sum)) => *sum = sum.saturating_add(bytes),
                 None => found.push((link, direction, bytes)),

@@ -18,6 +18,7 @@ use crate::agenda::{Agenda, End, carry_out};
 use crate::fabric::Fabric;
 use crate::kernel::Kernel;
 use crate::registers::Registers;
+use crate::traffic::Traffic;
 use crate::{Clock, ConfigError, SimConfig, SimEndpoint, ThreadHook};
 
 /// How far ahead an end may be for `quiesce` to wait for it.
@@ -39,6 +40,8 @@ enum Rest {
 #[derive(Default)]
 pub(crate) struct Inner {
     pub(crate) agenda: Agenda,
+    /// What of it is on its way over links.
+    pub(crate) traffic: Traffic,
     /// Ends that nobody has asked for yet.
     done: Vec<Finished>,
     /// For each endpoint, until when each of its copy engines is taken.
@@ -54,6 +57,9 @@ impl Inner {
             Route::Direct => 1,
             Route::Staged => 2,
         };
+        if endpoint.latency.is_zero() {
+            return crossed;
+        }
         let engines = self.engines.iter_mut().find(|(id, _)| *id == endpoint.spec.id);
         let free = engines.and_then(|(_, until)| until.iter_mut().min());
         let begin = free.as_deref().map_or(crossed, |free| crossed.max(*free));
@@ -164,12 +170,12 @@ impl Core {
         }
         let mut inner = self.inner();
         let now = self.clock.now();
-        if self.clock.is_manual() {
-            self.move_due(&mut inner, now);
-        }
         self.settle(&mut inner, now);
         self.hand_over(&mut inner, out);
-        inner.agenda.next_due(now).map(|due| due.saturating_sub(now))
+        // In real time the thread looks after the links.
+        let links = inner.traffic.due().filter(|_| self.clock.is_manual());
+        let next = inner.agenda.next_due(now).into_iter().chain(links).min();
+        next.map(|due| due.saturating_sub(now))
     }
 
     pub(crate) fn abort(&self, job: JobId) {
@@ -177,6 +183,7 @@ impl Core {
         let end = inner.agenda.abort(job);
         let ended = end.is_some();
         self.report(&mut inner, end);
+        self.forget_aborted(&mut inner);
         drop(inner);
         if ended {
             // A flush may have waited for this transfer.
@@ -191,12 +198,10 @@ impl Core {
         let mut inner = self.inner();
         loop {
             let now = self.clock.now();
-            if manual {
-                self.move_due(&mut inner, now);
-            }
             self.settle(&mut inner, now);
             let ends = inner.agenda.abort_late(horizon, now >= horizon);
             self.report(&mut inner, ends);
+            self.forget_aborted(&mut inner);
             if inner.agenda.is_empty() {
                 break self.hand_over(&mut inner, out);
             }
@@ -219,9 +224,32 @@ impl Core {
         }
     }
 
+    /// Books what may be booked, and ends what is over.
     fn settle(&self, inner: &mut Inner, now: Duration) {
+        self.book(inner, now);
+        if self.clock.is_manual() {
+            self.move_due(inner, now);
+        }
         let ends = inner.agenda.settle(now);
         self.report(inner, ends);
+    }
+
+    /// Books every piece whose turn it is.
+    pub(crate) fn book(&self, inner: &mut Inner, now: Duration) {
+        if inner.traffic.is_empty() {
+            return;
+        }
+        for (trip, crossed) in inner.traffic.advance(&*self.fabric.ledger, now) {
+            if let Some(endpoint) = self.fabric.endpoint(trip.initiator) {
+                let due = inner.occupy(endpoint, trip.route, crossed);
+                inner.agenda.set_due(trip.seq, due);
+            }
+        }
+    }
+
+    fn forget_aborted(&self, inner: &mut Inner) {
+        let Inner { agenda, traffic, .. } = inner;
+        traffic.retain(&*self.fabric.ledger, |seq| agenda.is_wanted(seq));
     }
 
     fn report(&self, inner: &mut Inner, ends: impl IntoIterator<Item = End>) {
@@ -272,7 +300,7 @@ impl Core {
 
     /// Waits for a call, or until the next end is due.
     fn rest<'a>(&'a self, mut inner: MutexGuard<'a, Inner>, now: Duration) -> MutexGuard<'a, Inner> {
-        let next = inner.agenda.next_due(now);
+        let next = inner.agenda.next_due(now).into_iter().chain(inner.traffic.due()).min();
         inner.rest = next.map_or(Rest::Asleep, Rest::Until);
         let mut inner = match next {
             Some(due) => {

@@ -1,24 +1,26 @@
 //! The credit of the host's links, drawn by every tenant's worker from one page.
 //!
-//! One word a link and direction says until when it is busy, in nanoseconds of `CLOCK_MONOTONIC`. Drawing credit moves the word on by the
-//! time the bytes take, from now or from where the last one left it. Two tenants whose transfers cross one link so share its bandwidth,
-//! whatever process they are in.
+//! The page says of each link and direction until when it is booked, and who wants it; [`crate::share`] says whose turn it is. No process stands
+//! between the drawers: each looks for itself, and books for itself. Times are nanoseconds of `CLOCK_MONOTONIC`.
 //!
-//! Credit is cooperation, not isolation: a hostile worker can spoil a word, and then delays others by [`LONGEST_WAIT`] at most. Bandwidths
-//! are not in the page; each process has them from its own set-up.
+//! Credit is cooperation, not isolation: a hostile worker can take a link for itself, and hold others up for as long as that module says.
+//! Bandwidths are not in the page; each process has them from its own set-up.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use hw_engine::{Direction, LinkId, LinkLedger};
+use hw_engine::{Booking, Crossing, Direction, LinkId, LinkLedger};
 use rustix::time::{ClockId, clock_gettime};
 
+use crate::share::{Drawer, MAX_WEIGHT, Rate, WAY_WORDS, Way};
 use crate::words::{SharedError, SharedWords};
 
-/// Longest time that a booking waits for earlier ones; a word further in the future is corrupt, or a queue nobody should join.
-const LONGEST_WAIT: Duration = Duration::from_secs(10);
-const NANOS: u128 = 1_000_000_000;
+/// Links that the page has room for.
+const LINKS: usize = 64;
+/// Weight of a tenant whose operator says nothing.
+const DEFAULT_WEIGHT: u32 = 100;
 
 /// Time of `CLOCK_MONOTONIC`, the clock that every process of the host shares: what [`LinkTable`] takes as `now`.
 pub fn monotonic_now() -> Duration {
@@ -27,54 +29,100 @@ pub fn monotonic_now() -> Duration {
     Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
 }
 
-/// Credit of links, numbered from 0.
+/// Credit of links, numbered from 0, for one tenant.
 #[derive(Debug)]
 pub struct LinkTable {
-    busy: SharedWords,
-    bandwidths: Box<[u64]>,
+    page: SharedWords,
+    rates: Box<[Option<Rate>]>,
+    place: usize,
+    weight: AtomicU32,
+    /// What the tenant remembers of each direction.
+    drawers: Mutex<Box<[Drawer]>>,
 }
 
 impl LinkTable {
-    /// Makes the page. `bandwidths` are in bytes a second each way; 0 is as fast as memory.
+    /// Makes the page, as the tenant with place 0 sees it. `bandwidths` are in bytes a second each way; 0 is as fast as memory, and so are links
+    /// beyond the 64th.
     pub fn create(bandwidths: &[u64]) -> Result<Self, SharedError> {
-        let busy = SharedWords::create("peergate-links", words(bandwidths))?;
-        Ok(Self { busy, bandwidths: bandwidths.into() })
+        Ok(Self::over(SharedWords::create("peergate-links", LINKS * 2 * WAY_WORDS)?, bandwidths, 0))
     }
 
-    /// Maps the page of another process that made it with the same `bandwidths`.
-    pub fn open(page: OwnedFd, bandwidths: &[u64]) -> Result<Self, SharedError> {
-        let busy = SharedWords::open(page, words(bandwidths))?;
-        Ok(Self { busy, bandwidths: bandwidths.into() })
+    /// Maps the page of another process, for the tenant with this place, of which there are 128.
+    pub fn open(page: OwnedFd, bandwidths: &[u64], place: u16) -> Result<Self, SharedError> {
+        Ok(Self::over(SharedWords::open(page, LINKS * 2 * WAY_WORDS)?, bandwidths, place))
+    }
+
+    fn over(page: SharedWords, bandwidths: &[u64], place: u16) -> Self {
+        let rates: Box<[_]> = bandwidths.iter().take(LINKS).map(|bandwidth| Rate::new(*bandwidth)).collect();
+        let drawers = (0..rates.len() * 2).map(|_| Drawer::default()).collect();
+        let (place, weight, drawers) = (place.into(), AtomicU32::new(DEFAULT_WEIGHT), Mutex::new(drawers));
+        Self { page, rates, place, weight, drawers }
     }
 
     /// The page, to hand to another process.
     pub fn page(&self) -> BorrowedFd<'_> {
-        self.busy.file()
+        self.page.file()
+    }
+
+    /// The tenant's weight from now on, from 1 to 10000; `None` is 100.
+    pub fn set_weight(&self, weight: Option<u32>) {
+        self.weight.store(weight.unwrap_or(DEFAULT_WEIGHT).clamp(1, MAX_WEIGHT), Ordering::Relaxed);
+    }
+
+    fn drawers(&self) -> MutexGuard<'_, Box<[Drawer]>> {
+        self.drawers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A direction that has a bandwidth, and what is remembered of it.
+    fn way<'a>(
+        &'a self,
+        drawers: &'a mut [Drawer],
+        link: LinkId,
+        direction: Direction,
+    ) -> Option<(Way<'a>, &'a mut Drawer)> {
+        let rate = (*self.rates.get(usize::from(link.0))?)?;
+        let index = usize::from(link.0) * 2 + usize::from(direction == Direction::In);
+        let words = self.page.words().get(index * WAY_WORDS..)?;
+        let way = Way::new(words, rate, self.place, self.weight.load(Ordering::Relaxed))?;
+        Some((way, drawers.get_mut(index)?))
     }
 }
 
-/// Two a link, and never an empty page.
-fn words(bandwidths: &[u64]) -> usize {
-    bandwidths.len().max(1).saturating_mul(2)
-}
-
 impl LinkLedger for LinkTable {
-    fn reserve(&self, link: LinkId, direction: Direction, bytes: u64, now: Duration) -> Duration {
-        let index = usize::from(link.0);
-        let bandwidth = self.bandwidths.get(index).copied().unwrap_or(0);
-        let word = self.busy.words().get(index * 2 + usize::from(direction == Direction::In));
-        let (Some(word), 1..) = (word, bandwidth) else {
-            return now;
-        };
-        let cost = (u128::from(bytes) * NANOS).div_ceil(u128::from(bandwidth));
-        let cost = u64::try_from(cost).unwrap_or(u64::MAX);
+    fn piece(&self, link: LinkId) -> Option<u64> {
+        (*self.rates.get(usize::from(link.0))?).map(|rate| rate.piece)
+    }
+
+    fn reserve(&self, piece: &[Crossing], ready: Duration, now: Duration) -> Booking {
+        let mut drawers = self.drawers();
         let now = nanos(now);
-        let latest = now.saturating_add(nanos(LONGEST_WAIT));
-        let finish = |busy: u64| busy.clamp(now, latest).saturating_add(cost);
-        let before = word.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |busy| Some(finish(busy)));
-        // The closure never declines, so both arms hold the word before.
-        let (Ok(busy) | Err(busy)) = before;
-        Duration::from_nanos(finish(busy))
+        // Since when it could have been under way.
+        let mut begin = nanos(ready).min(now);
+        let mut later = None;
+        for Crossing { link, direction, .. } in piece {
+            let Some((way, drawer)) = self.way(&mut drawers, *link, *direction) else { continue };
+            begin = begin.max(way.look(drawer, now).min(now));
+            later = later.max(Way::turned_away(drawer));
+        }
+        if let Some(later) = later {
+            for Crossing { link, direction, .. } in piece {
+                let Some((way, drawer)) = self.way(&mut drawers, *link, *direction) else { continue };
+                way.wait(drawer, now);
+            }
+            return Booking::Later(Duration::from_nanos(later.max(now.saturating_add(1))));
+        }
+        let mut through = begin;
+        for Crossing { link, direction, bytes, more } in piece {
+            let Some((way, drawer)) = self.way(&mut drawers, *link, *direction) else { continue };
+            through = through.max(way.book(drawer, *bytes, *more, begin, now));
+        }
+        Booking::Through(Duration::from_nanos(through))
+    }
+
+    fn leave(&self, link: LinkId, direction: Direction) {
+        if let Some((way, drawer)) = self.way(&mut self.drawers(), link, direction) {
+            way.leave(drawer);
+        }
     }
 }
 
@@ -88,79 +136,152 @@ mod tests {
 
     const GB: u64 = 1_000_000_000;
     const LINK: LinkId = LinkId(1);
+    const NOW: Duration = Duration::from_secs(100);
 
-    fn two_views(bandwidths: &[u64]) -> (LinkTable, LinkTable) {
+    fn views<const N: usize>(bandwidths: &[u64]) -> [LinkTable; N] {
         let table = LinkTable::create(bandwidths).unwrap();
-        let other = LinkTable::open(table.page().try_clone_to_owned().unwrap(), bandwidths).unwrap();
-        (table, other)
+        std::array::from_fn(|place| {
+            let page = table.page().try_clone_to_owned().unwrap();
+            LinkTable::open(page, bandwidths, u16::try_from(place).unwrap()).unwrap()
+        })
+    }
+
+    fn crossing(link: LinkId, direction: Direction, bytes: u64) -> Crossing {
+        Crossing { link, direction, bytes, more: false }
+    }
+
+    /// Books something that has just come, which must be its turn.
+    fn draw(table: &LinkTable, piece: &[Crossing], now: Duration) -> Duration {
+        match table.reserve(piece, now, now) {
+            Booking::Through(through) => through,
+            Booking::Later(later) => panic!("turned away until {later:?}"),
+        }
+    }
+
+    fn micros(micros: u64) -> Duration {
+        Duration::from_micros(micros)
     }
 
     #[test]
     fn who_draws_later_waits_for_who_drew_before_in_another_process() {
-        let (one, other) = two_views(&[0, GB]);
-        let now = Duration::from_secs(100);
-        assert_eq!(one.reserve(LINK, Direction::Out, 1000, now), now + Duration::from_micros(1));
-        assert_eq!(other.reserve(LINK, Direction::Out, 1000, now), now + Duration::from_micros(2));
-        let later = now + Duration::from_secs(1);
-        assert_eq!(
-            one.reserve(LINK, Direction::Out, 1000, later),
-            later + Duration::from_micros(1),
-            "idle time is lost"
-        );
+        let [one, other] = views(&[0, GB]);
+        let piece = [crossing(LINK, Direction::Out, 1000)];
+        assert_eq!(draw(&one, &piece, NOW), NOW + micros(1));
+        assert_eq!(draw(&other, &piece, NOW), NOW + micros(2));
+        let later = NOW + Duration::from_secs(1);
+        assert_eq!(draw(&one, &piece, later), later + micros(1), "idle time is lost");
     }
 
     #[test]
     fn the_two_directions_and_other_links_do_not_wait_for_each_other() {
-        let (one, other) = two_views(&[GB, GB]);
-        let now = Duration::from_secs(5);
-        one.reserve(LINK, Direction::Out, GB, now);
-        let alone = now + Duration::from_micros(1);
-        assert_eq!(other.reserve(LINK, Direction::In, 1000, now), alone);
-        assert_eq!(other.reserve(LinkId(0), Direction::Out, 1000, now), alone);
+        let [one, other] = views(&[GB, GB]);
+        draw(&one, &[crossing(LINK, Direction::Out, 40_000)], NOW);
+        assert_eq!(draw(&other, &[crossing(LINK, Direction::In, 1000)], NOW), NOW + micros(1));
+        assert_eq!(draw(&other, &[crossing(LinkId(0), Direction::Out, 1000)], NOW), NOW + micros(1));
     }
 
     #[test]
-    fn links_without_a_bandwidth_and_unknown_links_are_done_at_once() {
-        let (one, _) = two_views(&[0]);
-        let now = Duration::from_secs(5);
-        assert_eq!(one.reserve(LinkId(0), Direction::In, u64::MAX, now), now);
-        assert_eq!(one.reserve(LinkId(u16::MAX), Direction::In, 1, now), now);
+    fn a_piece_that_crosses_several_links_is_through_when_the_slowest_is() {
+        let [one, other] = views(&[GB, GB / 10]);
+        let both = [crossing(LinkId(0), Direction::Out, 1000), crossing(LINK, Direction::In, 1000)];
+        assert_eq!(draw(&one, &both, NOW), NOW + micros(10));
+        assert_eq!(draw(&other, &both[..1], NOW), NOW + micros(2), "only its own time on each");
+        assert_eq!(draw(&other, &both[1..], NOW), NOW + micros(20));
     }
 
     #[test]
-    fn a_corrupt_word_delays_by_ten_seconds_at_most() {
-        let (one, other) = two_views(&[0, GB]);
-        let now = Duration::from_secs(5);
-        for corrupt in [u64::MAX, nanos(now + LONGEST_WAIT) + 1] {
-            one.busy.words()[2].store(corrupt, Ordering::Relaxed);
-            let finish = other.reserve(LINK, Direction::Out, GB, now);
-            assert_eq!(finish, now + LONGEST_WAIT + Duration::from_secs(1));
+    fn who_has_had_more_waits_until_the_others_have_caught_up() {
+        let [one, other] = views(&[0, GB]);
+        let mut piece = [Crossing { more: true, ..crossing(LINK, Direction::Out, one.piece(LINK).unwrap()) }];
+        let mut booked = [0, 0];
+        let mut now = NOW;
+        for _ in 0..100 {
+            // One asks as long as it may, the other only once.
+            while let Booking::Through(_) = one.reserve(&piece, NOW, now) {
+                booked[0] += 1;
+            }
+            booked[1] += usize::from(matches!(other.reserve(&piece, NOW, now), Booking::Through(_)));
+            now += micros(50);
         }
-        one.busy.words()[2].store(0, Ordering::Relaxed);
-        assert_eq!(other.reserve(LINK, Direction::Out, GB, now), now + Duration::from_secs(1));
+        assert!(booked[0].abs_diff(booked[1]) <= 3, "{booked:?}");
+        assert!(booked[0] + booked[1] >= 99, "{booked:?}");
+        piece[0].more = false;
+        other.leave(LINK, Direction::Out);
+        assert_eq!(one.reserve(&piece, NOW, now + micros(200)), Booking::Through(now + micros(50 + 50)), "{booked:?}");
+    }
+
+    #[test]
+    fn links_without_a_bandwidth_and_unknown_links_are_never_booked() {
+        let [one] = views(&[0]);
+        for link in [LinkId(0), LinkId(1), LinkId(u16::MAX)] {
+            assert_eq!(one.piece(link), None);
+            assert_eq!(draw(&one, &[crossing(link, Direction::In, u64::MAX)], NOW), NOW);
+            one.leave(link, Direction::In);
+        }
+    }
+
+    #[test]
+    fn pieces_are_as_long_as_their_time_allows() {
+        let [one] = views(&[1, GB / 10, GB, 100 * GB, u64::MAX]);
+        let pieces: Vec<_> = (0..5).map(|link| one.piece(LinkId(link)).unwrap()).collect();
+        assert_eq!(pieces, [4096, 5000, 50_000, 65536, 65536]);
+    }
+
+    /// Fills every word of the direction out of the link with the same number.
+    fn spoil(table: &LinkTable, word: u64) {
+        let words = table.page.words().iter().skip(usize::from(LINK.0) * 2 * WAY_WORDS).take(WAY_WORDS);
+        words.for_each(|spoilt| spoilt.store(word, Ordering::Relaxed));
+    }
+
+    #[test]
+    fn a_corrupt_page_delays_nobody_for_long() {
+        let piece = [crossing(LINK, Direction::Out, 1000)];
+        let lease = (nanos(NOW) / 1000 + 500) << 14 | 1;
+        for corrupt in [u64::MAX, 1, 1 << 63, nanos(NOW) * 2, nanos(NOW) + 1_000_000, lease, lease + 9_999] {
+            let [one] = views(&[0, GB]);
+            spoil(&one, corrupt);
+            let mut now = NOW;
+            let through = loop {
+                match one.reserve(&piece, NOW, now) {
+                    Booking::Through(through) => break through,
+                    Booking::Later(later) => now = later,
+                }
+                // Whoever spoils the page goes on doing it.
+                spoil(&one, corrupt.saturating_add(nanos(now - NOW)));
+                assert!(now < NOW + Duration::from_secs(11), "{corrupt:#x}");
+            };
+            assert!(through < now + micros(10_000), "{corrupt:#x}: {:?}", through - now);
+        }
     }
 
     #[test]
     fn absurd_sizes_and_times_do_not_overflow() {
-        let (one, _) = two_views(&[1]);
-        let finish = one.reserve(LinkId(0), Direction::Out, u64::MAX, Duration::MAX);
-        assert_eq!(finish, Duration::from_nanos(u64::MAX));
+        let [one, other] = views(&[1]);
+        let piece = [Crossing { more: true, ..crossing(LinkId(0), Direction::Out, u64::MAX) }];
+        for table in [&one, &other, &one, &other] {
+            for now in [Duration::ZERO, Duration::MAX] {
+                let _ = table.reserve(&piece, Duration::MAX, now);
+                let _ = table.reserve(&piece, Duration::ZERO, now);
+            }
+        }
+        one.set_weight(Some(0));
+        let _ = one.reserve(&piece, Duration::ZERO, NOW);
+        one.set_weight(Some(u32::MAX));
+        let _ = one.reserve(&piece, Duration::ZERO, NOW);
     }
 
     #[test]
     fn contending_drawers_get_disjoint_times_and_every_byte_is_charged() {
         const EACH: usize = 5_000;
-        let (one, other) = two_views(&[0, GB]);
-        let now = Duration::from_secs(5);
-        let draw = |table: &LinkTable| -> Vec<Duration> {
-            (0..EACH).map(|_| table.reserve(LINK, Direction::In, 10, now)).collect()
-        };
-        let mut finishes = std::thread::scope(|scope| {
-            let handles: Vec<_> = [&one, &other, &one, &other].map(|table| scope.spawn(|| draw(table))).into();
+        let tables: [LinkTable; 4] = views(&[0, GB]);
+        let piece = [crossing(LINK, Direction::In, 10)];
+        let work = |table: &LinkTable| -> Vec<Duration> { (0..EACH).map(|_| draw(table, &piece, NOW)).collect() };
+        let mut ends = std::thread::scope(|scope| {
+            let handles: Vec<_> = tables.iter().map(|table| scope.spawn(|| work(table))).collect();
             handles.into_iter().flat_map(|handle| handle.join().unwrap()).collect::<Vec<_>>()
         });
-        finishes.sort_unstable();
-        let expected: Vec<_> = (1..=4 * EACH as u64).map(|turn| now + Duration::from_nanos(10 * turn)).collect();
-        assert_eq!(finishes, expected);
+        ends.sort_unstable();
+        let expected: Vec<_> = (1..=4 * EACH as u64).map(|turn| NOW + Duration::from_nanos(10 * turn)).collect();
+        assert_eq!(ends, expected);
     }
 }

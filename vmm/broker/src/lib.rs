@@ -21,6 +21,7 @@ mod lease;
 mod ledger;
 mod memory_file;
 mod message;
+mod share;
 mod tenant_page;
 mod words;
 

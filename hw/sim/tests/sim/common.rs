@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use hw_engine::conformance::{APERTURES, FlatMemory};
 use hw_engine::{
-    Direction, DmaEngine, EndpointKind, EndpointSpec, EngineError, Finished, JobId, LinkId, LinkLedger, Memory, Raised,
-    Route, Segments, Submit, Transfer, Work,
+    Booking, Crossing, Direction, DmaEngine, EndpointKind, EndpointSpec, EngineError, Finished, JobId, LinkId,
+    LinkLedger, Memory, Raised, Route, Segments, Submit, Transfer, Work,
 };
 use hw_sim::{Clock, ManualClock, SimConfig, SimEndpoint, SimEngine};
 use iommu_addr::{ApertureOffset, DomainId, EndpointId, Gpa, Location, Segment};
@@ -42,25 +42,52 @@ pub(crate) fn instant() -> SimConfig {
     config
 }
 
-/// A ledger where every byte takes `per_byte` on every link.
+/// A ledger where every byte takes `per_byte` on every link, and whoever asks first is served first. Nobody books while a link is booked for
+/// longer than `ahead`.
 pub(crate) struct Wires {
     per_byte: Duration,
+    ahead: Duration,
+    piece: u64,
     until: Mutex<HashMap<(LinkId, Direction), Duration>>,
 }
 
 impl Wires {
+    /// Books everything at once.
     pub(crate) fn new(per_byte: Duration) -> Arc<Self> {
-        Arc::new(Self { per_byte, until: Mutex::default() })
+        Self::pieces(per_byte, Duration::MAX, 1 << 20)
+    }
+
+    pub(crate) fn pieces(per_byte: Duration, ahead: Duration, piece: u64) -> Arc<Self> {
+        Arc::new(Self { per_byte, ahead, piece, until: Mutex::default() })
     }
 }
 
 impl LinkLedger for Wires {
-    fn reserve(&self, link: LinkId, direction: Direction, bytes: u64, now: Duration) -> Duration {
-        let mut until = self.until.lock().unwrap();
-        let until = until.entry((link, direction)).or_default();
-        *until = now.max(*until) + self.per_byte * u32::try_from(bytes).unwrap();
-        *until
+    fn piece(&self, _link: LinkId) -> Option<u64> {
+        Some(self.piece)
     }
+
+    fn reserve(&self, piece: &[Crossing], ready: Duration, now: Duration) -> Booking {
+        assert!(ready <= now, "nobody asks for what cannot begin");
+        let mut all = self.until.lock().unwrap();
+        let until = |all: &HashMap<_, Duration>, crossing: &Crossing| {
+            all.get(&(crossing.link, crossing.direction)).copied().unwrap_or_default()
+        };
+        let last = piece.iter().map(|crossing| until(&all, crossing)).max().unwrap_or_default();
+        if last > now.saturating_add(self.ahead) {
+            return Booking::Later(last - self.ahead);
+        }
+        let mut through = ready;
+        for crossing in piece {
+            assert!(crossing.bytes <= self.piece);
+            let end = ready.max(until(&all, crossing)) + self.per_byte * u32::try_from(crossing.bytes).unwrap();
+            all.insert((crossing.link, crossing.direction), end);
+            through = through.max(end);
+        }
+        Booking::Through(through)
+    }
+
+    fn leave(&self, _link: LinkId, _direction: Direction) {}
 }
 
 pub(crate) fn ram(gpa: u64, len: u64) -> Segments {

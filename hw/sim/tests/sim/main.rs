@@ -5,5 +5,6 @@ mod common;
 mod conformance;
 mod fpga;
 mod oracle;
+mod pieces;
 mod threads;
 mod timing;

@@ -26,6 +26,8 @@ const FPGA_REGISTERS: u64 = PAGE_SIZE;
 pub(crate) struct Built {
     pub(crate) device: Arc<Device>,
     pub(crate) ram: Arc<dyn RamMap>,
+    /// The tenant's view of the host's links.
+    pub(crate) links: Arc<LinkTable>,
 }
 
 /// Makes the tenant's device. Starts the engine's thread, which confines itself.
@@ -37,7 +39,9 @@ pub(crate) fn build(
     sandbox: &Arc<Sandbox>,
 ) -> anyhow::Result<Built> {
     let bandwidths: Vec<_> = setup.links.iter().map(|link| link.bandwidth).collect();
-    let ledger = LinkTable::open(ledger, &bandwidths).context("Cannot map the ledger of links")?;
+    let links = LinkTable::open(ledger, &bandwidths, setup.place).context("Cannot map the ledger of links")?;
+    links.set_weight(setup.limits.weight);
+    let links = Arc::new(links);
     let memory = Arc::new(HostMemory::new());
     let mut endpoints = Vec::new();
     for ((endpoint, slice), id) in setup.endpoints.iter().zip(slices).zip(0..) {
@@ -54,8 +58,7 @@ pub(crate) fn build(
         Arc::new(move || crate::role::confine(&sandbox, Class::Timekeeper))
     });
     let engine: Arc<dyn DmaEngine> = Arc::new(
-        SimEngine::new(&config, memory.clone(), Arc::new(ledger), Clock::Monotonic)
-            .context("Cannot start the engines")?,
+        SimEngine::new(&config, memory.clone(), links.clone(), Clock::Monotonic).context("Cannot start the engines")?,
     );
     let spec = DeviceSpec {
         linger: DeviceSpec::LINGER,
@@ -67,7 +70,7 @@ pub(crate) fn build(
     };
     let observer = Arc::new(PageObserver { page: Arc::clone(page), session: setup.session });
     let device = Device::new(spec, engine, memory.clone(), observer).context("Cannot make the device")?;
-    Ok(Built { device, ram: memory })
+    Ok(Built { device, ram: memory, links })
 }
 
 fn spec(endpoint: &Endpoint, id: EndpointId) -> EndpointSpec {

@@ -74,7 +74,7 @@ fn work(
     let page = Arc::new(TenantPage::open(page).context("Cannot map the tenant's page")?);
     crate::log::count_in(Arc::clone(&page));
     let built = build(setup, ledger, slices, &page, sandbox)?;
-    let device = Arc::clone(&built.device);
+    let (device, links) = (Arc::clone(&built.device), Arc::clone(&built.links));
     let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
     let options = options(setup, journal, sandbox);
     let connection = connect(built, listener, options, ending)?;
@@ -97,6 +97,7 @@ fn work(
                 Ok(None | Some((ToWorker::Shutdown {}, _))) => break,
                 Ok(Some((ToWorker::Limits(limits), _))) => {
                     device.set_limits(&build::limits(&limits)).context("The supervisor has sent limits")?;
+                    links.set_weight(limits.weight);
                 }
                 Ok(Some((ToWorker::Setup(_), _))) => bail!("The supervisor has sent a second set-up"),
                 Err(error) => return Err(error.into()),
