@@ -33,7 +33,8 @@ struct workqueue_struct *pg_wq;
 static DEFINE_IDA(pg_minors);
 static dev_t pg_devt;
 
-static const struct class pg_class = {
+/* Not const: before 6.4 the kernel keeps what it needs in here. */
+static struct class pg_class = {
 	.name = "peergate",
 };
 
@@ -383,6 +384,7 @@ MODULE_DEVICE_TABLE(virtio, pg_ids);
 
 static struct virtio_driver pg_driver = {
 	.driver.name = KBUILD_MODNAME,
+	.driver.owner = THIS_MODULE,	/* Before 6.11 nobody else says so. */
 	.id_table = pg_ids,
 	.probe = pg_probe,
 	.remove = pg_remove,

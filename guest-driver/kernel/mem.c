@@ -34,8 +34,9 @@ static int pg_runs_append(struct pg_range *range, struct page **pages, size_t co
 
 	if (range->run_room - range->run_count < count) {
 		room = max(range->run_count + count, 2 * range->run_room);
-		runs = kvrealloc(range->runs, array_size(room, sizeof(*runs)),
-				 GFP_KERNEL_ACCOUNT | __GFP_NOWARN);
+		runs = pg_kvrealloc(range->runs, array_size(range->run_room, sizeof(*runs)),
+				    array_size(room, sizeof(*runs)),
+				    GFP_KERNEL_ACCOUNT | __GFP_NOWARN);
 		if (!runs)
 			return -ENOMEM;
 		range->runs = runs;

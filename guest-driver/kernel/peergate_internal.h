@@ -54,6 +54,8 @@
 #include <linux/workqueue.h>
 #include <linux/xarray.h>
 
+#include "peergate_compat.h"
+
 /* Trees and arrays here are indexed by addresses and handles of 64 bits. */
 static_assert(BITS_PER_LONG == 64);
 
