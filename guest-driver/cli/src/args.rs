@@ -213,6 +213,9 @@ pub struct SelftestArgs {
     /// Path that copies between GPU and FPGA are to take
     #[arg(long, value_name = "PATH", value_enum, default_value = "direct")]
     pub path: PeerPath,
+    /// Only this: keep work in flight, say so on standard error, and wait until the device loses its state; then try what must still work
+    #[arg(long, conflicts_with_all = ["file", "only"])]
+    pub until_loss: bool,
 }
 
 /// Paths that a copy between two endpoints can take.

@@ -6,6 +6,7 @@
 //! Not here: the operator's view of the same refusals; `peergate faults` on the host has that.
 
 mod isolation;
+mod loss;
 mod moves;
 mod refusals;
 mod registers;
@@ -21,7 +22,7 @@ use serde_json::json;
 
 use crate::args::SelftestArgs;
 use crate::commands::access_text;
-use crate::console::{Console, moved_json, moved_text, with};
+use crate::console::{Console, moved_json, moved_text, remark, with};
 use crate::{Meters, chain};
 
 /// What to try.
@@ -113,6 +114,16 @@ pub struct Summary {
     pub failed: usize,
 }
 
+impl Summary {
+    fn report(&mut self, rows: &[Row], report: &mut dyn FnMut(&Row)) {
+        for row in rows {
+            self.rows += 1;
+            self.failed += usize::from(!row.ok);
+            report(row);
+        }
+    }
+}
+
 /// Who takes part.
 struct Bench<'a> {
     driver: &'a dyn Driver,
@@ -121,7 +132,16 @@ struct Bench<'a> {
     options: &'a Options,
 }
 
-impl Bench<'_> {
+impl<'a> Bench<'a> {
+    fn of(driver: &'a dyn Driver, options: &'a Options) -> Result<Self> {
+        let endpoints = Session::open(driver)?.endpoints()?;
+        let first = |kind: EndpointKind| endpoints.iter().find(|endpoint| endpoint.kind == Some(kind)).cloned();
+        let (Some(gpu), Some(fpga)) = (first(EndpointKind::Gpu), first(EndpointKind::Fpga)) else {
+            anyhow::bail!("The self-test needs a GPU and an FPGA; the device has {} endpoints", endpoints.len());
+        };
+        Ok(Self { driver, gpu, fpga, options })
+    }
+
     /// A fresh open of the device.
     fn session(&self) -> Result<Session> {
         Ok(Session::open(self.driver)?)
@@ -149,12 +169,7 @@ pub fn run(driver: &dyn Driver, options: &Options, report: &mut dyn FnMut(&Row))
     for name in &options.only {
         ensure!(names().contains(&name.as_str()), "There is no row \"{name}\"; there are: {}", names().join(", "));
     }
-    let endpoints = Session::open(driver)?.endpoints()?;
-    let first = |kind: EndpointKind| endpoints.iter().find(|endpoint| endpoint.kind == Some(kind)).cloned();
-    let (Some(gpu), Some(fpga)) = (first(EndpointKind::Gpu), first(EndpointKind::Fpga)) else {
-        anyhow::bail!("The self-test needs a GPU and an FPGA; the device has {} endpoints", endpoints.len());
-    };
-    let bench = Bench { driver, gpu, fpga, options };
+    let bench = Bench::of(driver, options)?;
     let mut summary = Summary::default();
     for (name, case) in cases() {
         if !options.only.is_empty() && !options.only.iter().any(|only| only == name) {
@@ -163,12 +178,24 @@ pub fn run(driver: &dyn Driver, options: &Options, report: &mut dyn FnMut(&Row))
         let rows = case(&bench, name).unwrap_or_else(|error| {
             vec![Row::new(name, "the case runs to its end", format!("it failed: {}", chain(&error)))]
         });
-        for row in rows {
-            summary.rows += 1;
-            summary.failed += usize::from(!row.ok);
-            report(&row);
-        }
+        summary.report(&rows, report);
     }
+    Ok(summary)
+}
+
+/// Keeps work in flight on `driver`, calls `in_flight` when it is, and waits until the device loses its state; then tries what must still work, and
+/// hands out the rows. Needs a GPU and an FPGA among the endpoints.
+///
+/// # Errors
+/// If it cannot be tried, or the device does not lose its state in two minutes.
+pub fn until_loss(
+    driver: &dyn Driver,
+    options: &Options,
+    in_flight: &mut dyn FnMut(),
+    report: &mut dyn FnMut(&Row),
+) -> Result<Summary> {
+    let mut summary = Summary::default();
+    summary.report(&loss::until_loss(&Bench::of(driver, options)?, in_flight)?, report);
     Ok(summary)
 }
 
@@ -177,11 +204,16 @@ pub(crate) fn command(driver: &dyn Driver, args: &SelftestArgs, console: &mut Co
     let (file, only) = (args.file.clone(), args.only.clone());
     let options = Options { file, only, path: args.path.into(), meters: console.meters(), ..Options::default() };
     let mut said = Ok(());
-    let summary = run(driver, &options, &mut |row| {
+    let mut report = |row: &Row| {
         if said.is_ok() {
             said = console.say(&text(row, console), row);
         }
-    })?;
+    };
+    let summary = if args.until_loss {
+        until_loss(driver, &options, &mut || remark("pgctl: work is in flight"), &mut report)?
+    } else {
+        run(driver, &options, &mut report)?
+    };
     said?;
     let value = json!({"rows": summary.rows, "failed": summary.failed, "ok": summary.failed == 0});
     console.say(&format!("{} rows, {} failed", summary.rows, summary.failed), &value)?;

@@ -58,7 +58,7 @@ fn equal(len: u64) -> String {
 }
 
 /// Reads `len` bytes at `address` back and answers where they differ from what `expected` yields.
-fn difference(session: &Session, address: u64, len: u64, expected: impl Read) -> Result<Option<u64>> {
+pub(super) fn difference(session: &Session, address: u64, len: u64, expected: impl Read) -> Result<Option<u64>> {
     let mut compare = Compare::new(expected);
     download(&session.stream(), address, &mut compare, len, &mut |_| {})?;
     Ok(compare.first_difference())

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Args;
 use xtask::demo::{self, Row};
-use xtask::kit::Kit;
+use xtask::kit::{Kernel, Kit};
 
 /// Boot a Linux guest, move a real file between a GPU and an FPGA, and show every refusal
 #[derive(Debug, Args)]
@@ -19,6 +19,9 @@ pub(crate) struct DemoArgs {
     /// The file to move, of at least 8 MiB; the guest's kernel image by default
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
+    /// The guest's kernel: newest, 6.12, 6.1 or debug
+    #[arg(long, value_name = "KERNEL", default_value = "newest", conflicts_with = "no_vm")]
+    kernel: Kernel,
 }
 
 pub(crate) fn run(args: DemoArgs) -> Result<()> {
@@ -31,7 +34,7 @@ pub(crate) fn run(args: DemoArgs) -> Result<()> {
     let rows = if args.no_vm {
         demo::without_vm(args.file.as_deref(), &mut report)?
     } else {
-        demo::in_guest(&Kit::ensure()?, args.file, &mut report)?
+        demo::in_guest(&Kit::ensure()?.with_kernel(args.kernel)?, args.file, &mut report)?
     };
     if !json {
         let is_operator = |row: &Row| row.name.starts_with("operator/");

@@ -2,11 +2,14 @@
 
 use anyhow::{Result, bail};
 use clap::Args;
-use xtask::kit::Kit;
+use xtask::kit::{Kernel, Kit, NotToBeHad};
 
-/// Prepare what guests need: host packages, QEMU, a guest kernel and its compiler, in the user's cache.
+/// Prepare what guests need: host packages, QEMU, guest kernels and their compilers, in the user's cache.
 #[derive(Debug, Args)]
 pub(crate) struct KitArgs {
+    /// Also build the debug kernel (KASAN, lockdep, kmemleak), if it is not there yet: 8 minutes on two idle processors
+    #[arg(long, conflicts_with = "print")]
+    debug_kernel: bool,
     /// Show the kit's paths and versions; build nothing
     #[arg(long)]
     print: bool,
@@ -22,7 +25,7 @@ pub(crate) fn run(args: &KitArgs) -> Result<()> {
             None => bail!("There is no kit yet; run `cargo xtask kit`"),
         }
     } else {
-        Kit::ensure()?
+        prepare(args.debug_kernel)?
     };
     if args.json {
         let facts = serde_json::json!({
@@ -42,4 +45,16 @@ pub(crate) fn run(args: &KitArgs) -> Result<()> {
         println!("qemu     {} ({origin}) {}", kit.qemu.version, command.join(" "));
     }
     Ok(())
+}
+
+/// Everything at once, so that a later command needs no network. A kernel that cannot be had takes nothing from the others.
+fn prepare(debug_kernel: bool) -> Result<Kit> {
+    let kit = Kit::ensure()?;
+    for kernel in Kernel::ALL.into_iter().filter(|kernel| debug_kernel || *kernel != Kernel::Debug) {
+        match kit.with_kernel(kernel) {
+            Err(error) if error.is::<NotToBeHad>() => eprintln!("kit: SKIP Linux {}: {error}", kernel.name()),
+            result => drop(result?),
+        }
+    }
+    Ok(kit)
 }

@@ -1,22 +1,37 @@
 //! `cargo xtask test`: everything a change must pass, on a fresh machine too.
 
+use std::path::{Path, PathBuf};
+
 use anyhow::{Result, bail};
 use clap::Args;
 use xtask::demo::programs::target_dir;
-use xtask::demo::{self, Rows};
-use xtask::kit::Kit;
+use xtask::demo::{self, Row, Rows};
+use xtask::kit::{Kernel, Kit};
 
-use super::{Steps, cargo, checkout, lint, must};
+use super::{Steps, cargo, checkout, evidence, lint, must};
+
+/// Kernels that the module must build for, and those that guests run it on.
+const MODULES: [Kernel; 3] = [Kernel::Newest, Kernel::V6_12, Kernel::V6_1];
+const GUESTS: [Kernel; 2] = [Kernel::Newest, Kernel::V6_12];
 
 /// Run everything a change must pass: lint, the kernel module with W=1 and sparse, and all tests, guests included
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Run only steps with this in their name, such as clippy, module, tests, demo, guest
+    /// Run only steps with this in their name, such as clippy, module, tests, demo, guest, 6.12
     #[arg(long, value_name = "NAME", default_value = "")]
     only: String,
+    /// In place of all that: the guest's tests on the debug kernel (KASAN, lockdep, kmemleak), which is built if it is not there yet
+    #[arg(long, conflicts_with = "only")]
+    debug_kernel: bool,
+    /// Write what was run and what came of it into this file
+    #[arg(long, value_name = "FILE", requires = "debug_kernel")]
+    evidence: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: TestArgs) -> Result<()> {
+    if args.debug_kernel {
+        return debug_kernel(args.evidence.as_deref());
+    }
     let mut steps = Steps::only(args.only);
     lint::add(&mut steps);
     // Before the tests: those that boot a guest skip themselves where no kit is.
@@ -25,27 +40,46 @@ pub(crate) fn run(args: TestArgs) -> Result<()> {
         None => Kit::open()?,
     };
     if let Some(kit) = &kit {
-        module(&mut steps, kit);
+        modules(&mut steps, kit);
     }
     steps.run("tests", || must(cargo(&["test", "--quiet", "--workspace", "--no-fail-fast"])));
     steps.run("loom models of the IOMMU", loom);
     steps.run("the demo without a VM", || check(&demo::without_vm(None, &mut |_| {})?));
     if let Some(kit) = &kit {
-        steps.run("the guest: self-test and driver tests", || check(&demo::guest_tests(kit, &mut |_| {})?));
+        for kernel in GUESTS {
+            let name = format!("the guest, Linux {}: self-test and driver tests", name(kit, kernel));
+            steps.run(&name, || check(&demo::guest_tests(&kit.with_kernel(kernel)?, &mut |_| {})?));
+        }
     }
     steps.finish()
 }
 
-/// The guest's kernel module: no word from the compiler, none from sparse.
-fn module(steps: &mut Steps, kit: &Kit) {
+/// The guest's tests where the kernel itself looks for mistakes.
+fn debug_kernel(evidence: Option<&Path>) -> Result<()> {
+    let kit = Kit::ensure()?.with_kernel(Kernel::Debug)?;
+    let mut progress = |row: &Row| eprintln!("{}", row.text());
+    let rows = demo::guest_tests(&kit, &mut progress)?;
+    if let Some(file) = evidence {
+        evidence::write(file, &kit, &rows)?;
+    }
+    check(&rows)
+}
+
+/// The guest's kernel module: no word from the compiler on any kernel, none from sparse on the newest.
+fn modules(steps: &mut Steps, kit: &Kit) {
     let drivers = checkout().join("guest-driver");
     let (source, headers) = (drivers.join("kernel"), drivers.join("uapi"));
-    if !["Kbuild", "Makefile"].iter().any(|file| source.join(file).is_file()) {
-        return;
+    for kernel in MODULES {
+        let out = checkout().join("target/guest-module").join(kernel.name());
+        let name = format!("kernel module, Linux {}, W=1", name(kit, kernel));
+        steps.run(&name, || kit.with_kernel(kernel)?.build_module(&source, &[&headers], &out));
     }
-    let out = checkout().join("target/guest-module");
-    steps.run("kernel module, W=1", || kit.build_module(&source, &[&headers], &out));
     steps.run("kernel module, sparse", || kit.sparse(&source, &[&headers]));
+}
+
+/// What a step calls a kernel; known before the kernel is there.
+fn name(kit: &Kit, kernel: Kernel) -> String {
+    if kernel == Kernel::Newest { kit.kernel_name() } else { kernel.name().to_owned() }
 }
 
 /// Every interleaving of a few threads on the pin protocol, in a target directory of its own: the flag would rebuild everything else.

@@ -115,6 +115,18 @@ impl Daemon {
         serde_json::from_slice(&output.stdout).context("peergate printed no JSON")
     }
 
+    /// Kills the tenant's worker, as if it had crashed.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn end_worker(&self) -> Result<()> {
+        let status = self.ask(&["status"])?;
+        let tenants = status["tenants"].as_array().context("peergate status has no tenants")?;
+        let worker = tenants.iter().find(|tenant| tenant["name"] == TENANT).map(|tenant| &tenant["worker_pid"]);
+        let id = worker.and_then(Value::as_i64).and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
+        kill_process(id.context("The tenant has no worker")?, Signal::KILL).context("Cannot end the worker")
+    }
+
     /// Ends it as an operator would, and says whether anything is left: rows about its end.
     ///
     /// # Errors

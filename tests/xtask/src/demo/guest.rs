@@ -4,6 +4,7 @@
 //!
 //! Not here: what `pgctl` tries.
 
+use std::fmt::Write as _;
 use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -15,9 +16,13 @@ use serde_json::Value;
 use super::daemon::Daemon;
 use super::programs::Programs;
 use super::rows::Rows;
-use super::{TENANT, driver};
+use super::{TENANT, debug, driver};
 use crate::guest::{GuestSpec, Initramfs, boot};
 use crate::kit::Kit;
+
+/// How many times longer everything may take on the debug kernel, and the memory that it needs with all that it notes down.
+const DEBUG_IS_SLOWER: u32 = 10;
+const DEBUG_MEMORY_MIB: u32 = 1024;
 
 /// What a guest is to do.
 #[derive(Debug, Clone)]
@@ -26,6 +31,8 @@ pub struct Plan {
     file: PathBuf,
     /// Whether the driver's own tests run after the self-test.
     driver_tests: bool,
+    /// How often the worker is ended meanwhile.
+    losses: u32,
     timeout: Duration,
 }
 
@@ -33,13 +40,13 @@ impl Plan {
     /// The scenario on `file`.
     #[must_use]
     pub fn demo(file: PathBuf) -> Self {
-        Self { file, driver_tests: false, timeout: Duration::from_secs(300) }
+        Self { file, driver_tests: false, losses: 0, timeout: Duration::from_secs(300) }
     }
 
     /// The scenario, then the driver's own tests.
     #[must_use]
     pub fn tests(file: PathBuf) -> Self {
-        Self { driver_tests: true, timeout: Duration::from_secs(600), ..Self::demo(file) }
+        Self { driver_tests: true, losses: 0, timeout: Duration::from_secs(600), ..Self::demo(file) }
     }
 }
 
@@ -52,36 +59,52 @@ pub fn run(kit: &Kit, programs: &Programs, module: &Path, daemon: &Daemon, plan:
     let spec = spec(kit, programs, module, plan)?;
     let mut spec = spec.args(device_args(daemon)?).args(["-serial"]).args([format!("file:{}", results.display())]);
     spec.timeout = plan.timeout;
+    if kit.is_debug() {
+        spec.timeout *= DEBUG_IS_SLOWER;
+        spec.memory_mib = DEBUG_MEMORY_MIB;
+    }
     eprintln!("booting Linux {} under QEMU {}", kit.kernel_release(), kit.qemu.version);
     let mut console = Vec::new();
+    let mut trouble = None;
     let outcome = boot(kit, &spec, |line| {
         console.push(line.to_owned());
-        ControlFlow::Continue(())
+        if line.contains(IN_FLIGHT) {
+            trouble = daemon.end_worker().err();
+        }
+        if trouble.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     let text = fs::read(&results).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-    let outcome = outcome.with_context(|| {
+    let outcome = trouble.map_or(outcome, Err).with_context(|| {
         format!("peergated's log:\n{}\nThe guest's results so far:\n{text}", daemon.log().join("\n"))
     })?;
     eprintln!("the guest ran {:.1} s", outcome.wall.as_secs_f64());
     read_results(&text, plan, rows).with_context(|| format!("The guest's console:\n{}", console.join("\n")))
 }
 
-/// The results: the self-test's lines up to its summary, then rows of the driver's tests, then `done`.
+/// The results: rows of `pgctl`, each time up to a summary, and rows of the driver's tests, then `done`.
 fn read_results(text: &str, plan: &Plan, rows: &mut Rows) -> Result<()> {
     let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
-    let summary = lines.iter().position(|line| line.starts_with("{\"") && line.contains("\"rows\""));
-    let end = summary.map_or(lines.len(), |at| at + 1);
-    rows.add_selftest(lines[..end].iter().copied())?;
-    if lines.contains(&COMPLAINT) {
-        bail!("The guest's kernel logged a BUG, a WARNING or an Oops");
+    let (mut rest, mut selftests) = (lines.as_slice(), 0);
+    while let [line, others @ ..] = rest {
+        rest = match *line {
+            COMPLAINT => bail!(
+                "The guest's kernel logged what it must not: a BUG, a WARNING, an Oops or what a check of the debug kernel found"
+            ),
+            "done" if others.is_empty() && selftests == 1 + plan.losses => return Ok(()),
+            line if line.starts_with('{') => {
+                let summary = rest.iter().position(|line| line.starts_with("{\"") && line.contains("\"rows\""));
+                let (selftest, behind) = rest.split_at(summary.map_or(rest.len(), |at| at + 1));
+                rows.add_selftest(selftest.iter().copied())?;
+                selftests += 1;
+                behind
+            }
+            line => {
+                rows.add(driver::read_result(line)?);
+                others
+            }
+        };
     }
-    if plan.driver_tests {
-        driver::read_results(&lines[end..], rows)?;
-    }
-    if lines.last() != Some(&"done") {
-        bail!("The guest did not run to its end; its last result is {:?}", lines.last());
-    }
-    Ok(())
+    bail!("The guest did not run to its end; its last result is {:?}, after {selftests} self-tests", lines.last())
 }
 
 fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<GuestSpec> {
@@ -89,26 +112,42 @@ fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<Gu
     root.busybox(kit)?;
     root.program("/bin/pgctl", &programs.path("pgctl"))?;
     root.file("/lib/peergate.ko", module, 0o644);
+    let mut load = String::new();
+    for module in kit.kernel_modules(&["virtio_pci"])? {
+        let path = format!("/lib/{}.ko", module.name);
+        let _ = writeln!(load, "insmod {path}");
+        root.file(&path, module.path, 0o644);
+    }
     root.file("/data/input", &plan.file, 0o644);
     let tests = if plan.driver_tests { driver::SCRIPT } else { "" };
+    let hooks = if plan.driver_tests && kit.is_debug() { debug::SCRIPT } else { "" };
+    let slow = if kit.is_debug() { DEBUG_IS_SLOWER } else { 1 };
     root.bytes("/lib/driver-tests.sh", tests, 0o644);
-    root.init_script(SCRIPT);
+    root.init_script(&format!("{load}SLOW={slow}\nLOSSES={}\n{HOOKS}{hooks}{SCRIPT}", plan.losses));
     Ok(GuestSpec::new(root))
 }
 
+/// What `pgctl selftest --until-loss` says on the guest's console when the worker may be ended.
+const IN_FLIGHT: &str = "work is in flight";
 /// What the guest says if its kernel's log has what it must not have.
 const COMPLAINT: &str = "kernel complained";
+
+/// What a kernel that finds out more does more.
+const HOOKS: &str = "before_load() { :; }; before_unload() { :; }; after_unload() { :; }\n";
 
 /// Runs in the guest; busybox's shell.
 const SCRIPT: &str = r#"
 stty -F /dev/ttyS1 raw -echo 2>/dev/null
 exec 3>/dev/ttyS1
+before_load
 insmod /lib/peergate.ko || { echo "insmod failed"; dmesg | tail -20; }
 pgctl list; pgctl info
 pgctl selftest --file /data/input --json >&3 || echo "the self-test failed"
 . /lib/driver-tests.sh
+before_unload
 rmmod peergate || echo "rmmod failed"
-dmesg | grep -E 'BUG|WARNING|Oops|Call Trace' && echo "kernel complained" >&3
+after_unload
+dmesg | grep -E 'BUG|WARNING|Oops|Call Trace|KASAN|UBSAN|INFO:|turning off the locking' && { dmesg; echo "kernel complained" >&3; }
 echo done >&3
 "#;
 
@@ -128,4 +167,42 @@ pub(super) fn device_args(daemon: &Daemon) -> Result<Vec<String>> {
         bail!("peergate attach must name one chardev and one device: {}", args.join(" "));
     }
     Ok(kept)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SELFTEST: &str =
+        "{\"name\":\"a\",\"expected\":\"x\",\"got\":\"x\",\"ok\":true}\n{\"rows\":1,\"failed\":0,\"ok\":true}\n";
+
+    fn read(text: &str, losses: u32) -> Result<usize> {
+        let plan = Plan { losses, ..Plan::tests(PathBuf::new()) };
+        let mut ignore = |_: &super::super::Row| {};
+        let mut rows = Rows::new(&mut ignore);
+        read_results(text, &plan, &mut rows).map(|()| rows.all().len())
+    }
+
+    #[test]
+    fn rows_of_pgctl_and_of_the_driver_may_alternate() {
+        let text = format!("test early 1 1\n{SELFTEST}test late 0 0\n{SELFTEST}done\n");
+        assert_eq!(read(&text, 1).expect("complete"), 4);
+    }
+
+    #[test]
+    fn results_that_are_not_all_there_are_an_error() {
+        let whole = format!("{SELFTEST}test late 0 0\ndone\n");
+        assert!(read(&whole, 0).is_ok());
+        for (text, losses) in [
+            (whole.as_str(), 1),
+            (whole.trim_end_matches("done\n"), 0),
+            ("done\n", 0),
+            ("", 0),
+            (&format!("done\n{SELFTEST}"), 0),
+            (&format!("{SELFTEST}nonsense\ndone\n"), 0),
+            (&format!("{SELFTEST}{COMPLAINT}\ndone\n"), 0),
+        ] {
+            assert!(read(text, losses).is_err(), "{text:?} with {losses} losses");
+        }
+    }
 }

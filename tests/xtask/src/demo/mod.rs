@@ -7,6 +7,7 @@
 
 pub mod bench;
 pub mod daemon;
+pub mod debug;
 pub mod driver;
 pub mod guest;
 pub mod operator;

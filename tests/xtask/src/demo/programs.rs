@@ -67,7 +67,7 @@ impl Programs {
     /// When it does not build clean.
     pub fn module(&self, kit: &Kit) -> Result<PathBuf> {
         let drivers = checkout().join("guest-driver");
-        let out = target_dir().join("guest-module");
+        let out = target_dir().join("guest-module").join(kit.kernel_release());
         eprintln!("building the kernel module for {}", kit.kernel_release());
         let built = kit.build_module(&drivers.join("kernel"), &[&drivers.join("uapi")], &out)?;
         built.into_iter().next().context("The kernel module was not built")

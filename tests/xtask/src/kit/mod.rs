@@ -5,7 +5,10 @@
 //! QEMU runs through the tree's own dynamic loader, without chroot, so it sees the host's files and sockets by their paths; the
 //! compiler runs inside the tree (`module`). The kit is not a distribution: no maintainer script ever ran in it.
 
+pub mod apt;
+pub mod debug;
 pub mod host;
+pub mod kernel;
 pub mod mirror;
 pub mod module;
 pub mod tree;
@@ -16,6 +19,8 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 
+pub use apt::NotToBeHad;
+pub use kernel::Kernel;
 pub use tree::Stamp;
 
 /// The oldest QEMU whose generic vhost-user device a user may create, with shared-memory regions.
@@ -41,6 +46,8 @@ pub struct Kit {
     pub root: PathBuf,
     /// What was put into the tree.
     pub stamp: Stamp,
+    /// The release of the kernel that guests run and modules are built for: the tree's own, or another one ([`Kit::with_kernel`]).
+    pub kernel: String,
     /// The QEMU that guests run under: the machine's own if it is new enough, else the tree's.
     pub qemu: Qemu,
 }
@@ -73,7 +80,7 @@ impl Kit {
             Some(qemu) => qemu,
             None => qemu_of_tree(&root, &stamp)?,
         };
-        Ok(Self { root, stamp, qemu })
+        Ok(Self { root, kernel: stamp.kernel_release.clone(), stamp, qemu })
     }
 
     /// A command that starts QEMU; its arguments are still to be added. Sees the host's files.
@@ -104,7 +111,7 @@ impl Kit {
     /// The guest kernel's release, as `uname -r` says it in the guest.
     #[must_use]
     pub fn kernel_release(&self) -> &str {
-        &self.stamp.kernel_release
+        &self.kernel
     }
 
     /// A static busybox.

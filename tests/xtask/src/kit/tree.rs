@@ -153,7 +153,7 @@ fn build(cache: &Path) -> Result<(PathBuf, Stamp)> {
     let root = new.join("root");
     fs::create_dir_all(&new).with_context(|| format!("Cannot create {}", new.display()))?;
     eprintln!("kit: unpacking {SUITE} packages (560 MB) into {}", dir.display());
-    unpack(&archive, &root)?;
+    unpack(&archive, &root, PACKAGES)?;
     eprintln!("kit: finishing the tree");
     let stamp = finish(&root)?;
     let text = serde_json::to_vec_pretty(&stamp).context("Cannot write the stamp")?;
@@ -169,13 +169,14 @@ fn build(cache: &Path) -> Result<(PathBuf, Stamp)> {
     Ok((dir.join("root"), stamp))
 }
 
-fn unpack(archive: &Archive, root: &Path) -> Result<()> {
+/// Fills a new tree with `packages` and what they need, newer releases first.
+pub(super) fn unpack(archive: &Archive, root: &Path, packages: &str) -> Result<()> {
     let backports = format!("{SUITE}-backports");
     let mut command = Command::new("mmdebstrap");
     command
         .args(["--variant=extract", "--architectures=amd64"])
         .arg(if is_root() { "--mode=root" } else { "--mode=chrootless" })
-        .arg(format!("--include={PACKAGES}"))
+        .arg(format!("--include={packages}"))
         // Without this a dependency of QEMU may come from the older suite.
         .arg(format!("--aptopt=APT::Default-Release \"{backports}\""))
         .args(["--aptopt=APT::Install-Recommends \"false\"", "--aptopt=Acquire::Languages \"none\""]);
@@ -196,7 +197,8 @@ fn unpack(archive: &Archive, root: &Path) -> Result<()> {
     Ok(())
 }
 
-fn finish(root: &Path) -> Result<Stamp> {
+/// Makes of an unpacked tree one that programs run in: the links and files that maintainer scripts would have made.
+pub(super) fn furnish(root: &Path) -> Result<()> {
     for dir in TRIMMED {
         remove(&root.join(dir))?;
     }
@@ -207,25 +209,49 @@ fn finish(root: &Path) -> Result<Stamp> {
     for dir in ["dev", "sys", "run", "build"] {
         fs::create_dir_all(root.join(dir)).with_context(|| format!("Cannot create {dir} in the tree"))?;
     }
+    write(root, "proc/self/maps", PROC_SELF_MAPS, 0o644)
+}
+
+fn finish(root: &Path) -> Result<Stamp> {
+    furnish(root)?;
     let kernel_release = only_entry(&root.join("usr/lib/modules"), |_| true)?;
     let headers = only_entry(&root.join("usr/src"), |name| name.ends_with("-common"))?;
-    write(root, "proc/self/maps", PROC_SELF_MAPS, 0o644)?;
     write(root, "usr/local/bin/kernel-sparse", KERNEL_SPARSE, 0o755)?;
     write(root, &format!("usr/src/{headers}/scripts/checker-valid.sh"), CHECKER_VALID, 0o755)?;
-    let status = program(root, "usr/bin/kmod", "depmod")
-        .arg("--basedir")
-        .arg(root)
-        .arg(&kernel_release)
-        .status()
-        .context("Cannot run depmod")?;
-    if !status.success() {
-        bail!("depmod failed for {kernel_release} ({status})");
-    }
+    depmod(root, &kernel_release)?;
     let qemu_version = super::qemu_version(&mut program(root, "usr/bin/qemu-system-x86_64", "qemu"))?;
     Ok(Stamp { recipe: RECIPE, qemu_version, kernel_release })
 }
 
-fn remove(dir: &Path) -> Result<()> {
+/// Lists the modules of a kernel in the tree, and what each needs.
+pub(super) fn depmod(root: &Path, release: &str) -> Result<()> {
+    let mut depmod = program(root, "usr/bin/kmod", "depmod");
+    let status = depmod.arg("--basedir").arg(root).arg(release).status().context("Cannot run depmod")?;
+    if !status.success() {
+        bail!("depmod failed for {release} ({status})");
+    }
+    Ok(())
+}
+
+/// A command that runs what is added to it inside the tree at `root`, with none of the host's variables: TMPDIR, MAKEFLAGS and CFLAGS mean
+/// other things there. Root enters by chroot alone, anyone else by a user namespace that also lends the tree the host's `/dev`.
+pub(super) fn inside(root: &Path) -> Command {
+    let mut command = if is_root() {
+        let mut command = Command::new("chroot");
+        command.arg(root);
+        command
+    } else {
+        let mut command = Command::new("unshare");
+        let enter = "mount --rbind /dev \"$0/dev\" && exec chroot \"$0\" \"$@\"";
+        command.args(["--map-root-user", "--mount", "sh", "-c", enter]).arg(root);
+        command
+    };
+    command.env_clear().env("PATH", "/usr/local/bin:/usr/bin:/usr/sbin").env("LC_ALL", "C");
+    command.stdin(std::process::Stdio::null());
+    command
+}
+
+pub(super) fn remove(dir: &Path) -> Result<()> {
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(error).with_context(|| format!("Cannot remove {}", dir.display()))
@@ -234,14 +260,14 @@ fn remove(dir: &Path) -> Result<()> {
     }
 }
 
-fn link(target: &str, at: &Path) -> Result<()> {
+pub(super) fn link(target: &str, at: &Path) -> Result<()> {
     if at.symlink_metadata().is_ok() {
         return Ok(());
     }
     symlink(target, at).with_context(|| format!("Cannot link {}", at.display()))
 }
 
-fn write(root: &Path, at: &str, text: &str, mode: u32) -> Result<()> {
+pub(super) fn write(root: &Path, at: &str, text: &str, mode: u32) -> Result<()> {
     let path = root.join(at);
     let place = || format!("Cannot write {}", path.display());
     if let Some(parent) = path.parent() {
