@@ -66,7 +66,7 @@ static int pg_runs_append(struct pg_range *range, struct page **pages, size_t co
  */
 static int pg_pin(struct pg_range *range, unsigned long address)
 {
-	unsigned int gup = FOLL_LONGTERM | (range->writable ? FOLL_WRITE : 0);
+	unsigned int gup = FOLL_LONGTERM | (range->writable ? FOLL_WRITE : PG_FOLL_READ);
 	unsigned long left = range->length >> PAGE_SHIFT;
 	struct page **pages;
 	int ret;

@@ -88,4 +88,15 @@ static inline void vm_flags_clear(struct vm_area_struct *vma, vm_flags_t flags)
 }
 #endif
 
+/*
+ * 6.2. Before it, a page pinned for reading may be one that the program shares
+ * until it writes, and that it leaves behind then: the device would read what
+ * was there before. A page that could be written is the program's own.
+ */
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
+#define PG_FOLL_READ	(FOLL_WRITE | FOLL_FORCE)
+#else
+#define PG_FOLL_READ	0
+#endif
+
 #endif /* _PEERGATE_COMPAT_H */

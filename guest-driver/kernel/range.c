@@ -97,22 +97,32 @@ void pg_mem_destroy(struct pg_file *file)
  * @range: the range, with its length; busy
  * @align: alignment of its first address, a power of two
  *
- * Context: Process context, sleeps.
+ * Context: Process context, sleeps. Takes pg_file.lock.
  * Return: 0, -ERANGE if the device has not so many addresses, -ENOMEM if they
  * are in use.
  */
 int pg_range_reserve(struct pg_range *range, u64 align)
 {
-	struct pg_device *dev = range->file->dev;
+	struct pg_file *file = range->file;
+	struct pg_device *dev = file->dev;
 	u64 room = dev->iova_last - dev->iova_start;
+	MA_STATE(mas, &file->ranges, 0, 0);
 	u64 size;
 	int ret;
 
 	align = max_t(u64, align, range->length >= PG_BIG ? PG_BIG : PAGE_SIZE);
 	if (check_add_overflow(range->length, align - PAGE_SIZE, &size) || size - 1 > room)
 		return -ERANGE;
-	ret = mtree_alloc_range(&range->file->ranges, &range->base, range, size, dev->iova_start,
-				dev->iova_last, GFP_KERNEL_ACCOUNT);
+	/* Not mtree_alloc_range(), which before 6.5 hands out what is in use. */
+	mutex_lock(&file->lock);
+	mas_lock(&mas);
+	ret = mas_empty_area(&mas, dev->iova_start, dev->iova_last, size);
+	mas_unlock(&mas);
+	range->base = mas.index;
+	if (!ret)
+		ret = mtree_insert_range(&file->ranges, range->base, range->base + size - 1, range,
+					 GFP_KERNEL_ACCOUNT);
+	mutex_unlock(&file->lock);
 	if (ret)
 		return -ENOMEM;
 	range->iova = ALIGN(range->base, align);
