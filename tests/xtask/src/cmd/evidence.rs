@@ -20,8 +20,8 @@ pub(crate) fn write(file: &Path, kit: &Kit, rows: &Rows<'_>) -> Result<()> {
 }
 
 fn text(commit: &str, kernel: &str, machine: &str, rows: &[Row]) -> String {
-    let mut text = "The guest driver's tests on the debug kernel, as `cargo xtask test --debug-kernel --evidence FILE` saw them.\n\
-                    The kernel is built with tests/xtask/debug-kernel.config; a BUG, a WARNING or a report in its log would have ended the run.\n\n"
+    let mut text = "The guest's tests, as `cargo xtask test --kernel KERNEL --evidence FILE` saw them. A BUG, a WARNING or a report of a check in the\n\
+                    kernel's log would have ended the run. A debug kernel is built with tests/xtask/debug-kernel.config.\n\n"
         .to_owned();
     let _ = writeln!(text, "commit   {commit}\nkernel   Linux {kernel}\nmachine  {machine}\n");
     for row in rows {

@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use super::initramfs::Initramfs;
 use super::qemu::{Guest, GuestSpec, Said};
-use crate::kit::Kit;
 use crate::kit::tree::{cache_dir, lock};
+use crate::kit::{Kernel, Kit};
 
 const KVM: &str = "/dev/kvm";
 const TRIAL: Duration = Duration::from_secs(20);
@@ -65,6 +65,8 @@ pub fn choose(kit: &Kit) -> Result<Choice> {
     if let Err(error) = opened {
         return Ok(Choice { accel: Accel::Tcg, reason: format!("{KVM} cannot be opened: {error}") });
     }
+    // What comes up with the newest kernel does with the others.
+    let kit = &kit.with_kernel(Kernel::Newest)?;
     let key = key(kit)?;
     let cache = cache_dir()?;
     let file = cache.join("accel.json");

@@ -94,7 +94,7 @@ impl Kit {
     /// [`super::NotToBeHad`] when the archive does not give an older kernel; else when a step fails, and the next call starts over.
     pub fn with_kernel(&self, kernel: Kernel) -> Result<Self> {
         if kernel == Kernel::Newest {
-            return Ok(self.clone());
+            return Ok(Self { kernel: self.stamp.kernel_release.clone(), ..self.clone() });
         }
         let config = if kernel == Kernel::Debug { debug::CONFIG } else { "" };
         let file = stamps(&self.root)?.join(format!("{}.json", kernel.name()));
