@@ -14,7 +14,7 @@ use clap::Args;
 use vmm_broker::{Channel, FromBroker, Lease, Leases, MemoryFile, ToBroker};
 use vmm_sandbox::{Class, Sandbox};
 
-use crate::role::{self, RoleArgs};
+use crate::role::{self, Needs, RoleArgs};
 
 /// How a supervisor starts a broker.
 #[derive(Debug, Args)]
@@ -23,9 +23,12 @@ pub(crate) struct BrokerArgs {
     pub(crate) role: RoleArgs,
 }
 
+/// It may have as many descriptors as there are slices.
+const NEEDS: Needs = Needs { classes: &[Class::Broker, Class::Scrubber], threads: true, descriptors: None };
+
 /// Serves the supervisor until it says so or is gone.
 pub(crate) fn run(args: &BrokerArgs) -> anyhow::Result<()> {
-    let (sandbox, channel) = role::begin(&args.role)?;
+    let (sandbox, channel) = role::begin(&args.role, NEEDS)?;
     let scrubber = start_scrubber(&sandbox)?;
     sandbox.apply(Class::Broker)?;
     let mut leases = Leases::default();

@@ -13,7 +13,7 @@ use vmm_broker::{Channel, FromKeeper, ToKeeper};
 use vmm_keeper::{Event, Keeper};
 use vmm_sandbox::Class;
 
-use crate::role::{self, RoleArgs};
+use crate::role::{self, Needs, RoleArgs};
 
 /// How a supervisor starts a keeper.
 #[derive(Debug, Args)]
@@ -25,9 +25,12 @@ pub(crate) struct KeeperArgs {
     pub(crate) role: RoleArgs,
 }
 
+/// A VMM hands over descriptors, many of which may be on their way to a worker, and no other tenant's keeper may feel that.
+const NEEDS: Needs = Needs { classes: &[Class::Keeper], threads: false, descriptors: None };
+
 /// Keeps until the supervisor says so or is gone. False if it failed and the supervisor knows why, who then says it.
 pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<bool> {
-    let (sandbox, channel) = role::begin(&args.role)?;
+    let (sandbox, channel) = role::begin(&args.role, NEEDS)?;
     raise_descriptor_limit();
     sandbox.apply(Class::Keeper)?;
     let Err(error) = keep(&channel) else { return Ok(true) };

@@ -1,4 +1,4 @@
-//! What every process that a supervisor starts does first: follow its supervisor, keep out of core dumps, find its channel.
+//! What every process that a supervisor starts does first: give up all that it does not need, and find its channel.
 //!
 //! Not here: what the roles do.
 
@@ -7,34 +7,52 @@ use std::os::fd::AsFd;
 use anyhow::Context;
 use clap::Args;
 use vmm_broker::Channel;
-use vmm_sandbox::{Class, Mode, Sandbox, Signals, process};
+use vmm_sandbox::{Class, Confinement, Fence, Mode, Sandbox, Signals};
 
 /// What every role is told.
 #[derive(Debug, Args)]
 pub(crate) struct RoleArgs {
-    /// The supervisor's process
-    #[arg(long)]
-    parent: u32,
     #[arg(long)]
     seccomp: Mode,
+    #[arg(long)]
+    namespaces: Fence,
+    #[arg(long)]
+    landlock: Fence,
     #[arg(long)]
     pub(crate) log: String,
     #[arg(long)]
     core_dumps: bool,
 }
 
-/// The beginning of a role. The caller confines itself before it looks at anything that somebody else had a hand in.
-pub(crate) fn begin(args: &RoleArgs) -> anyhow::Result<(Sandbox, Channel)> {
+/// What a role may use.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Needs {
+    /// The filters of its threads.
+    pub(crate) classes: &'static [Class],
+    /// Whether it starts threads.
+    pub(crate) threads: bool,
+    /// Most descriptors, if fewer than the supervisor may have.
+    pub(crate) descriptors: Option<u64>,
+}
+
+/// Most threads of the user that processes run as. On kernels before 5.14, and without user namespaces, all processes count together.
+const MOST_THREADS: u64 = 16384;
+
+/// The beginning of a role. The caller applies its filter of system calls before it looks at anything that somebody else had a hand in.
+pub(crate) fn begin(args: &RoleArgs, needs: Needs) -> anyhow::Result<(Sandbox, Channel)> {
     Signals::unblock().context("Cannot unblock signals")?;
-    process::follow_parent(args.parent)?;
-    if !args.core_dumps {
-        process::forbid_core_dumps().context("Cannot forbid core dumps")?;
-    }
-    let sandbox = Sandbox::new(args.seccomp)?;
+    // Read from the kernel once and then remembered; later there is nothing to read it from.
+    let _ = rustix::param::page_size();
+    vmm_sandbox::confine(&Confinement {
+        namespaces: args.namespaces,
+        landlock: args.landlock,
+        core_dumps: args.core_dumps,
+        threads: if needs.threads { MOST_THREADS } else { 0 },
+        descriptors: needs.descriptors,
+    })?;
+    let sandbox = Sandbox::new(args.seccomp, needs.classes)?;
     let channel = std::io::stdin().as_fd().try_clone_to_owned().context("There is no channel to a supervisor")?;
     let channel = Channel::from_fd(channel).context("This process is started by peergated only")?;
-    // Read from the kernel once and then remembered; later it would be a forbidden system call.
-    let _ = rustix::param::page_size();
     Ok((sandbox, channel))
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use vmm_broker::{EndpointKind, Limits, Link, Staged, UnsealedMemory};
 use vmm_daemon::config::{Config, DEFAULT};
-use vmm_sandbox::Mode;
+use vmm_sandbox::{Fence, Mode};
 
 /// A configuration that is right: the base of every wrong one.
 const BASE: &str = r#"[daemon]
@@ -109,6 +109,7 @@ fn what_is_not_typed_has_its_default() {
     assert_eq!(config.daemon.control, Path::new("/run/test/control.sock"));
     assert_eq!((config.daemon.control_mode, config.daemon.core_dumps), (0o600, false));
     assert_eq!((config.daemon.seccomp, config.daemon.log.as_str()), (Mode::Enforce, "info"));
+    assert_eq!((config.daemon.namespaces, config.daemon.landlock), (Fence::Enforce, Fence::Enforce));
     assert_eq!((config.devices[0].engines, config.devices[0].link), (1, Link { bandwidth: 0, latency_ns: 0 }));
     let tenant = &config.tenants[0];
     assert_eq!((tenant.socket.as_path(), tenant.socket_mode), (Path::new("/run/test/vm0.sock"), 0o660));
@@ -130,6 +131,8 @@ fn everything_that_can_be_typed_is_understood() {
         control_mode = 0o666
         socket_mode = 0o600
         seccomp = "log"
+        namespaces = "off"
+        landlock = "off"
         core_dumps = true
         log = "warn,vmm_daemon=debug"
         [[device]]
@@ -161,6 +164,7 @@ fn everything_that_can_be_typed_is_understood() {
     let config = parse(text).unwrap();
     assert_eq!((config.daemon.control.as_path(), config.daemon.control_mode), (Path::new("/tmp/other.sock"), 0o666));
     assert_eq!((config.daemon.seccomp, config.daemon.core_dumps), (Mode::Log, true));
+    assert_eq!((config.daemon.namespaces, config.daemon.landlock), (Fence::Off, Fence::Off));
     let device = &config.devices[0];
     assert_eq!((device.kind, device.memory, device.engines), (EndpointKind::Gpu, 8 << 20, 4));
     assert_eq!(device.link, Link { bandwidth: 16_000_000_000, latency_ns: 2_000 });

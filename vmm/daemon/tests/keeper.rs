@@ -4,9 +4,11 @@
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use rustix::event::{EventfdFlags, eventfd};
+use rustix::process::{Signal, set_parent_process_death_signal};
 use tempfile::TempDir;
 use vmm_broker::{Channel, FromKeeper, KeeperSetup, ToKeeper};
 
@@ -27,15 +29,17 @@ impl Process {
     fn start() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (channel, theirs) = Channel::pair().unwrap();
-        let parent = std::process::id().to_string();
-        let child = Command::new(env!("CARGO_BIN_EXE_peergated"))
-            .args(["keeper", "--tenant", "vm0", "--parent", &parent, "--seccomp", "enforce", "--log", "debug"])
+        let mut command = Command::new(env!("CARGO_BIN_EXE_peergated"));
+        command
+            .args(["keeper", "--tenant", "vm0", "--seccomp", "enforce", "--log", "debug"])
+            .args(["--namespaces", "off", "--landlock", "enforce"])
             .stdin(theirs.into_fd())
             .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        Self { dir, child, channel }
+            .stderr(Stdio::piped());
+        let follow = || Ok(set_parent_process_death_signal(Some(Signal::KILL))?);
+        // SAFETY: a system call only.
+        unsafe { command.pre_exec(follow) };
+        Self { dir, child: command.spawn().unwrap(), channel }
     }
 
     fn set_up(&self) {

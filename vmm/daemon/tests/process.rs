@@ -18,7 +18,7 @@ use vhost::VhostBackend;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vmm_control::{Client, Request, TenantState};
 
-use common::{CONFIG, Daemon, kill, peergate, peergated, stderr, stdout, wait_for_end, write_config};
+use common::{CONFIG, Daemon, children, kill, peergate, peergated, stderr, stdout, wait_for_end, write_config};
 
 #[test]
 fn a_daemon_serves_every_tenant_and_leaves_nothing_behind() {
@@ -231,12 +231,15 @@ fn a_descriptor_that_the_daemon_was_started_with_is_not_handed_to_workers() {
 }
 
 #[test]
-fn workers_follow_a_supervisor_that_is_killed_and_the_next_daemon_takes_its_place() {
+fn every_process_follows_a_supervisor_that_is_killed_and_the_next_daemon_takes_its_place() {
     let mut daemon = Daemon::start();
-    let workers: Vec<_> = daemon.status().tenants.iter().map(|tenant| tenant.worker_pid.unwrap()).collect();
+    let children = children(&daemon.status());
+    assert_eq!(children.len(), 5);
+    // Not even one that does nothing any more is left.
+    kill(daemon.tenant(0).worker_pid.unwrap(), Signal::STOP);
     daemon.signal(Signal::KILL);
     daemon.wait();
-    workers.into_iter().for_each(wait_for_end);
+    children.iter().for_each(wait_for_end);
     assert!(daemon.control().exists(), "nobody could remove it");
 
     let dir = std::mem::replace(&mut daemon.dir, tempfile::tempdir().unwrap());
@@ -336,7 +339,7 @@ fn a_socket_that_cannot_be_made_ends_the_start_and_leaves_nothing() {
 fn a_worker_started_by_hand_says_so() {
     let output = std::process::Command::new(env!("CARGO_BIN_EXE_peergated"))
         .args(["worker", "--tenant", "x", "--seccomp", "enforce", "--log", "info"])
-        .args(["--parent", &std::process::id().to_string()])
+        .args(["--namespaces", "enforce", "--landlock", "enforce"])
         .stdin(Stdio::null())
         .output()
         .unwrap();

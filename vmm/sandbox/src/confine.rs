@@ -50,7 +50,7 @@ pub struct Confinement {
 #[derive(Debug, thiserror::Error)]
 pub enum ConfineError {
     /// It was not started by a [`Launcher`](crate::Launcher).
-    #[error("Workers are started by peergated only")]
+    #[error("This process is started by peergated only")]
     ByHand,
     /// The kernel refused.
     #[error("Cannot {step}")]

@@ -146,6 +146,12 @@ pub enum SandboxError {
         /// Why.
         source: seccompiler::Error,
     },
+    /// The class is none of those that were asked for, which is an error of this program.
+    #[error("There is no seccomp filter of class {class} in this process")]
+    NotCompiled {
+        /// Which one.
+        class: &'static str,
+    },
     /// The kernel refused the filter.
     #[error(
         "The kernel refused the seccomp filter of class {class}; a kernel without seccomp needs daemon.seccomp = \"off\""
@@ -161,32 +167,34 @@ pub enum SandboxError {
 /// Compiled filters, ready to apply.
 #[derive(Clone, Debug)]
 pub struct Sandbox {
-    programs: Vec<(Class, Vec<BpfProgram>)>,
+    /// `None` if nothing is to be applied.
+    programs: Option<Vec<(Class, Vec<BpfProgram>)>>,
 }
 
 impl Sandbox {
-    /// Compiles the filters of every class for this process (not one that it forks), and has the allocator do without files; takes about a millisecond. With [`Mode::Off`] there is nothing
-    /// to apply.
-    pub fn new(mode: Mode) -> Result<Self, SandboxError> {
+    /// Compiles the filters of `classes` for this process (not one that it forks), and has the allocator do without files. With
+    /// [`Mode::Off`] there is nothing to apply.
+    pub fn new(mode: Mode, classes: &[Class]) -> Result<Self, SandboxError> {
         if mode == Mode::Off {
-            return Ok(Self { programs: Vec::new() });
+            return Ok(Self { programs: None });
         }
         // The lists are written for one architecture: others lack some of their system calls and need others.
         if !cfg!(target_arch = "x86_64") {
             return Err(SandboxError::Architecture { arch: std::env::consts::ARCH });
         }
         crate::process::use_one_arena();
-        let programs = Class::ALL.iter().map(|class| Ok((*class, compile(*class, mode)?))).collect::<Result<_, _>>()?;
-        Ok(Self { programs })
+        let programs = classes.iter().map(|class| Ok((*class, compile(*class, mode)?))).collect::<Result<_, _>>()?;
+        Ok(Self { programs: Some(programs) })
     }
 
-    /// Gives up, for the calling thread and for every thread and process it will start, what `class` does not need. Also gives up gaining
-    /// privileges by running a set-user-ID program. There is no way back.
+    /// Gives up, for the calling thread and for every thread and process it will start, what `class`, one of those that were compiled, does not
+    /// need. Also gives up gaining privileges by running a set-user-ID program. There is no way back.
     pub fn apply(&self, class: Class) -> Result<(), SandboxError> {
-        for (_, programs) in self.programs.iter().filter(|(of, _)| *of == class) {
-            for program in programs {
-                apply_filter(program).map_err(|source| SandboxError::Apply { class: class.name(), source })?;
-            }
+        let Some(filters) = &self.programs else { return Ok(()) };
+        let found = filters.iter().find(|(of, _)| *of == class);
+        let (_, programs) = found.ok_or(SandboxError::NotCompiled { class: class.name() })?;
+        for program in programs {
+            apply_filter(program).map_err(|source| SandboxError::Apply { class: class.name(), source })?;
         }
         Ok(())
     }
@@ -241,10 +249,17 @@ mod tests {
     #[test]
     fn every_class_compiles_in_every_mode() {
         for mode in Mode::ALL {
-            let sandbox = Sandbox::new(mode).unwrap();
-            assert_eq!(sandbox.programs.len(), if mode == Mode::Off { 0 } else { Class::ALL.len() });
-            assert!(sandbox.programs.iter().all(|(_, programs)| programs.iter().all(|program| !program.is_empty())));
+            let programs = Sandbox::new(mode, &Class::ALL).unwrap().programs.unwrap_or_default();
+            assert_eq!(programs.len(), if mode == Mode::Off { 0 } else { Class::ALL.len() });
+            assert!(programs.iter().all(|(_, programs)| programs.iter().all(|program| !program.is_empty())));
         }
+    }
+
+    #[test]
+    fn a_class_that_was_not_asked_for_is_not_taken_for_applied() {
+        let error = Sandbox::new(Mode::Enforce, &[Class::Keeper]).unwrap().apply(Class::Broker).unwrap_err();
+        assert_eq!(error.to_string(), "There is no seccomp filter of class broker in this process");
+        Sandbox::new(Mode::Off, &[]).unwrap().apply(Class::Broker).unwrap();
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! What a process or thread gives up before it touches anything from outside.
 //!
+//! - [`Launcher`] starts this program in a role, in namespaces of its own, to end with its supervisor.
+//! - [`confine()`] is what a role does first: an empty root directory, no capabilities, and Landlock that denies everything.
 //! - [`Sandbox`] holds one seccomp filter a [`Class`] of threads, compiled from `configs/seccomp/*.json`, which are part of the binary.
 //!   Filters only tighten: a process applies its own before it starts threads, and each thread then applies the one of its class.
-//! - [`process`] ties a worker's life to its supervisor's and keeps a guest's memory out of core dumps.
+//! - [`process`] keeps a guest's memory out of core dumps, and descriptors from being inherited.
 //! - [`Signals`] turns the signals that end a daemon into a descriptor.
 //!
 //! Not here: who runs which thread.

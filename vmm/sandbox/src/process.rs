@@ -1,37 +1,10 @@
-//! A process's ties: to its parent, and to what is left of it when it dies.
+//! What a process leaves to others: descriptors, and a core dump.
 //!
-//! Not here: filters of system calls.
+//! Not here: filters of system calls, what else it gives up.
 
 use std::io;
 
-use rustix::process::{DumpableBehavior, Signal, getppid, set_dumpable_behavior, set_parent_process_death_signal};
-
-/// The parent was gone before the child could follow it.
-#[derive(Debug, thiserror::Error)]
-pub enum ParentError {
-    /// Another process is the parent now.
-    #[error("The process that started this one, {parent}, has ended")]
-    Gone {
-        /// Who it was.
-        parent: u32,
-    },
-    /// The kernel refused.
-    #[error("Cannot follow the parent process")]
-    Prctl {
-        /// Why.
-        source: io::Error,
-    },
-}
-
-/// Has the kernel kill this process, without asking it, when the thread that started it ends. `parent` is that thread's process.
-pub fn follow_parent(parent: u32) -> Result<(), ParentError> {
-    set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| ParentError::Prctl { source: error.into() })?;
-    // The parent may have ended before the line above.
-    match getppid() {
-        Some(now) if u32::try_from(now.as_raw_nonzero().get()) == Ok(parent) => Ok(()),
-        _ => Err(ParentError::Gone { parent }),
-    }
-}
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
 
 /// Keeps descriptors that this process was started with, beyond the three standard ones, from every process it will start. A descriptor is
 /// authority, whoever left it open.

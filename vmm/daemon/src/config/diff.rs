@@ -175,12 +175,15 @@ pub fn impact<'a>(running: &'a Config, changes: &'a [Change]) -> BTreeMap<&'a st
 /// What of the daemon itself differs.
 pub fn daemon(running: &DaemonConfig, wanted: &DaemonConfig) -> Option<Change> {
     let told = |daemon: &DaemonConfig| {
-        let DaemonConfig { runtime_dir, control, control_mode, seccomp, core_dumps, log } = daemon;
+        let DaemonConfig { runtime_dir, control, control_mode, seccomp, namespaces, landlock, core_dumps, log } =
+            daemon;
         [
             ("runtime_dir", runtime_dir.display().to_string()),
             ("control", control.display().to_string()),
             ("control_mode", format!("{control_mode:#o}")),
             ("seccomp", seccomp.to_string()),
+            ("namespaces", namespaces.to_string()),
+            ("landlock", landlock.to_string()),
             ("core_dumps", core_dumps.to_string()),
             ("log", log.clone()),
         ]

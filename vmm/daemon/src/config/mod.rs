@@ -18,7 +18,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use vmm_broker::{EndpointKind, Limits, Link, Staged, UnsealedMemory};
-use vmm_sandbox::Mode;
+use vmm_sandbox::{Fence, Mode};
 
 pub use reader::ConfigError;
 use reader::{At, Source, nearest};
@@ -67,6 +67,10 @@ pub struct DaemonConfig {
     pub control_mode: u32,
     /// What happens to system calls that are on no list.
     pub seccomp: Mode,
+    /// Whether every process has namespaces of its own.
+    pub namespaces: Fence,
+    /// Whether Landlock denies every process what it knows.
+    pub landlock: Fence,
     /// Whether a worker that crashes may leave a core dump.
     pub core_dumps: bool,
     /// Which log lines are written: a level, or a filter as of `RUST_LOG`.
@@ -195,6 +199,8 @@ impl Meaning<'_> {
             control_mode: typed.control_mode.unwrap_or(0o600),
             runtime_dir,
             seccomp: typed.seccomp.unwrap_or_default(),
+            namespaces: typed.namespaces.unwrap_or_default(),
+            landlock: typed.landlock.unwrap_or_default(),
             core_dumps: typed.core_dumps.unwrap_or(false),
             log,
         })

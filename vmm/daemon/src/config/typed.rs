@@ -4,7 +4,7 @@
 
 use toml::de::DeTable;
 use vmm_broker::{EndpointKind, Limits, UnsealedMemory};
-use vmm_sandbox::Mode;
+use vmm_sandbox::{Fence, Mode};
 
 use super::quantity::{RATE, SIZE, TIME};
 use super::reader::{At, ConfigError, Section, Source};
@@ -25,6 +25,8 @@ pub(crate) struct TypedDaemon {
     pub(crate) control_mode: Option<u32>,
     pub(crate) socket_mode: Option<u32>,
     pub(crate) seccomp: Option<Mode>,
+    pub(crate) namespaces: Option<Fence>,
+    pub(crate) landlock: Option<Fence>,
     pub(crate) core_dumps: Option<bool>,
     pub(crate) log: Option<At<String>>,
 }
@@ -90,13 +92,25 @@ pub(crate) fn read(source: Source<'_>) -> Result<Typed, ConfigError> {
 }
 
 fn daemon(mut section: Section<'_>) -> Result<TypedDaemon, ConfigError> {
-    section.only(&["runtime_dir", "control", "control_mode", "socket_mode", "seccomp", "core_dumps", "log"])?;
+    section.only(&[
+        "runtime_dir",
+        "control",
+        "control_mode",
+        "socket_mode",
+        "seccomp",
+        "namespaces",
+        "landlock",
+        "core_dumps",
+        "log",
+    ])?;
     Ok(TypedDaemon {
         runtime_dir: section.string("runtime_dir")?,
         control: section.string("control")?,
         control_mode: section.mode("control_mode")?,
         socket_mode: section.mode("socket_mode")?,
         seccomp: section.choice("seccomp", &Mode::ALL.map(|mode| (mode.name(), mode)))?,
+        namespaces: section.choice("namespaces", &Fence::ALL.map(|fence| (fence.name(), fence)))?,
+        landlock: section.choice("landlock", &Fence::ALL.map(|fence| (fence.name(), fence)))?,
         core_dumps: section.flag("core_dumps")?,
         log: section.string("log")?,
     })

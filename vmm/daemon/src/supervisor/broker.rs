@@ -9,6 +9,7 @@ use vmm_broker::{BrokerDevice, FromBroker, Lease, ToBroker};
 
 use super::backoff::Backoff;
 use super::child::{Child, Heard};
+use super::process::Starter;
 use crate::config::Config;
 
 /// The broker, or its absence.
@@ -35,11 +36,17 @@ impl Broker {
     }
 
     /// Starts one if it is time. True if one was started. `leases` are those that workers hold.
-    pub(crate) fn start_if_due(&mut self, config: &Config, leases: impl Iterator<Item = Lease>, now: Instant) -> bool {
+    pub(crate) fn start_if_due(
+        &mut self,
+        config: &Config,
+        starter: &Starter,
+        leases: impl Iterator<Item = Lease>,
+        now: Instant,
+    ) -> bool {
         if self.due().is_none_or(|at| at > now) {
             return false;
         }
-        match Child::start("broker", &[], &config.daemon) {
+        match Child::start("broker", &[], starter) {
             Ok(child) => {
                 self.child = Some(child);
                 self.set_devices(config);

@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 
 use vmm_broker::{Channel, Message};
 
-use super::process::Process;
-use crate::config::DaemonConfig;
+use super::process::{Process, Starter};
 
 /// Messages that a process may send at once.
 const BURST: u32 = 32;
@@ -45,10 +44,10 @@ pub(crate) enum Heard<M> {
 
 impl Child {
     /// Starts this program in a role.
-    pub(crate) fn start(role: &str, words: &[&str], daemon: &DaemonConfig) -> anyhow::Result<Self> {
+    pub(crate) fn start(role: &str, words: &[&str], starter: &Starter) -> anyhow::Result<Self> {
         let (ours, theirs) = Channel::pair()?;
         ours.set_nonblocking()?;
-        Ok(Self::new(Process::start(role, words, daemon, theirs)?, ours))
+        Ok(Self::new(Process::start(role, words, starter, &theirs)?, ours))
     }
 
     pub(crate) fn new(process: Process, channel: Channel) -> Self {

@@ -41,6 +41,7 @@ use crate::config::Config;
 use broker::Broker;
 use child::{Child, Heard};
 use clients::Clients;
+use process::Starter;
 use runtime_dir::RuntimeDir;
 use tenant::Tenant;
 
@@ -64,6 +65,7 @@ pub(crate) struct Supervisor {
     config: Config,
     tenants: Vec<Tenant>,
     broker: Broker,
+    starter: Starter,
     links: LinkTable,
     control: Option<SocketFile>,
     clients: Clients,
@@ -85,12 +87,13 @@ pub(crate) fn run(config: Config) -> anyhow::Result<()> {
         tracing::warn!(%error, "Workers may inherit descriptors that this daemon was started with");
     }
     let signals = Signals::block().context("Cannot take signals")?;
-    let sandbox = Sandbox::new(config.daemon.seccomp)?;
+    let sandbox = Sandbox::new(config.daemon.seccomp, &[Class::Supervisor])?;
+    let starter = Starter::new(&config.daemon)?;
     raise_descriptor_limit();
     // Dropped last: its sockets are gone by then.
     let _runtime_dir = RuntimeDir::acquire(&config.daemon.runtime_dir)?;
     let done = Rc::new(Cell::new(None));
-    let supervisor = Supervisor::new(config, signals, Rc::clone(&done))?;
+    let supervisor = Supervisor::new(config, starter, signals, Rc::clone(&done))?;
     sandbox.apply(Class::Supervisor)?;
     supervisor.announce();
     let mut manager =
@@ -115,7 +118,7 @@ fn raise_descriptor_limit() {
 }
 
 impl Supervisor {
-    fn new(config: Config, signals: Signals, done: Rc<Cell<Option<usize>>>) -> anyhow::Result<Self> {
+    fn new(config: Config, starter: Starter, signals: Signals, done: Rc<Cell<Option<usize>>>) -> anyhow::Result<Self> {
         let daemon = &config.daemon;
         let control = vmm_control::listen(&daemon.control, daemon.control_mode)?;
         control.listener().set_nonblocking(true).context("Cannot prepare the control socket")?;
@@ -128,6 +131,7 @@ impl Supervisor {
                 .map(|(id, tenant)| Tenant::new(id, tenant))
                 .collect::<anyhow::Result<_>>()?,
             broker: Broker::new(),
+            starter,
             links: LinkTable::create(&bandwidths)?,
             control: Some(control),
             clients: Clients::default(),
@@ -149,6 +153,8 @@ impl Supervisor {
             pid = std::process::id(),
             control = %daemon.control.display(),
             seccomp = %daemon.seccomp,
+            namespaces = %daemon.namespaces,
+            landlock = %daemon.landlock,
             "peergated is up"
         );
         for tenant in &self.config.tenants {
@@ -203,15 +209,15 @@ impl Supervisor {
 
     /// Starts the broker, keepers, and asks for the leases that the next workers need.
     fn start_what_is_due(&mut self, now: Instant, ops: &mut EventOps<'_>) {
-        let Self { config, tenants, broker, .. } = self;
-        if broker.start_if_due(config, tenants.iter().filter_map(|tenant| tenant.held(config)), now)
+        let Self { config, tenants, broker, starter, .. } = self;
+        if broker.start_if_due(config, starter, tenants.iter().filter_map(|tenant| tenant.held(config)), now)
             && let Some(child) = broker.child()
         {
             listen_to(ops, child, BROKER, BROKER_END);
         }
         for tenant in tenants {
             let number = u32::from(tenant.id);
-            if tenant.start_keeper_if_due(config, now)
+            if tenant.start_keeper_if_due(starter, now)
                 && let Some(keeper) = tenant.keeper()
             {
                 listen_to(ops, keeper, KEEPER + number, KEEPER_END + number);
@@ -337,11 +343,11 @@ impl Supervisor {
     }
 
     fn on_lease(&mut self, tenant: &str, session: u32, slices: &[OwnedFd], ops: &mut EventOps<'_>) {
-        let Self { config, tenants, links, .. } = self;
+        let Self { config, tenants, links, starter, .. } = self;
         let Some(tenant) = tenants.iter_mut().find(|known| known.config.name == tenant) else { return };
         // What the keeper says about its VMM decides whether the session begins afresh.
         tenant.hear_keeper();
-        if tenant.start(session, slices, config, links)
+        if tenant.start(session, slices, config, links, starter)
             && let Some(worker) = tenant.worker()
         {
             let number = u32::from(tenant.id);

@@ -20,6 +20,7 @@ use vmm_control::{SocketFile, TenantState};
 
 use super::backoff::Backoff;
 use super::child::{Child, Heard};
+use super::process::Starter;
 use crate::config::{Config, SliceConfig, TenantConfig};
 
 /// A tenant.
@@ -131,11 +132,11 @@ impl Tenant {
     }
 
     /// Starts a keeper if there is none and it is time. True if one was started.
-    pub(crate) fn start_keeper_if_due(&mut self, config: &Config, now: Instant) -> bool {
+    pub(crate) fn start_keeper_if_due(&mut self, starter: &Starter, now: Instant) -> bool {
         let Some(socket) = self.socket.as_ref().filter(|_| self.keeper.is_none() && self.keeper_due <= now) else {
             return false;
         };
-        match Child::start("keeper", &["--tenant", &self.config.name], &config.daemon) {
+        match Child::start("keeper", &["--tenant", &self.config.name], starter) {
             Ok(mut keeper) => {
                 keeper.tell(&ToKeeper::Setup(KeeperSetup { tenant: self.config.name.clone() }), &[socket.as_fd()]);
                 self.keeper = Some(keeper);
@@ -176,11 +177,18 @@ impl Tenant {
     }
 
     /// Starts the worker that the lease is for. True if there is one now. On a failure the next try follows after a pause.
-    pub(crate) fn start(&mut self, session: u32, slices: &[OwnedFd], config: &Config, links: &LinkTable) -> bool {
+    pub(crate) fn start(
+        &mut self,
+        session: u32,
+        slices: &[OwnedFd],
+        config: &Config,
+        links: &LinkTable,
+        starter: &Starter,
+    ) -> bool {
         if session != self.session || !matches!(self.stage, Stage::Leasing) {
             return false;
         }
-        match self.launch(slices, config, links) {
+        match self.launch(slices, config, links, starter) {
             Ok(worker) => {
                 tracing::debug!(tenant = self.config.name, session, pid = worker.pid(), "Worker started");
                 self.stage = Stage::Running { worker, ready: false };
@@ -194,7 +202,13 @@ impl Tenant {
         }
     }
 
-    fn launch(&mut self, slices: &[OwnedFd], config: &Config, links: &LinkTable) -> anyhow::Result<Child> {
+    fn launch(
+        &mut self,
+        slices: &[OwnedFd],
+        config: &Config,
+        links: &LinkTable,
+        starter: &Starter,
+    ) -> anyhow::Result<Child> {
         let keeper = self.keeper.as_mut().context("The tenant has no keeper")?;
         // What was said before the last worker ended has been heard, so nobody can have touched the rings if nobody was connected.
         let fresh = !self.connected;
@@ -202,7 +216,7 @@ impl Tenant {
             self.journal.clear();
         }
         let (listener, stream) = private_connection(config, self.id)?;
-        let mut worker = Child::start("worker", &["--tenant", &self.config.name], &config.daemon)?;
+        let mut worker = Child::start("worker", &["--tenant", &self.config.name], starter)?;
         let mut fds = vec![listener.as_fd(), self.page.page(), links.page(), self.journal.page()];
         fds.extend(slices.iter().map(AsFd::as_fd));
         let setup = setup(&self.config, self.id, self.session, config);
@@ -258,7 +272,7 @@ impl Tenant {
                 }
                 Heard::Message(FromKeeper::Replayed { .. }, _) => {}
                 Heard::Message(FromKeeper::GaveUp { reason } | FromKeeper::Failed { reason }, _) => {
-                    keeper.failed(&reason)
+                    keeper.failed(&reason);
                 }
             }
         }
@@ -399,9 +413,11 @@ mod tests {
 
     use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
     use vmm_broker::Channel;
+    use vmm_sandbox::Fence;
 
     use super::super::process::Process;
     use super::*;
+    use crate::config::DaemonConfig;
 
     const CONFIG: &str = include_str!("../../../../configs/demo.toml");
 
@@ -410,7 +426,7 @@ mod tests {
         let (ours, theirs) = Channel::pair().unwrap();
         ours.set_nonblocking().unwrap();
         let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        (Child::new(Process::watch(child).unwrap(), ours), theirs)
+        (Child::new(Process::watch(child), ours), theirs)
     }
 
     fn tenant(dir: &Path) -> (Tenant, Config) {
@@ -539,9 +555,12 @@ mod tests {
         let (keeper, _says) = process();
         tenant.keeper = Some(keeper);
         let links = LinkTable::create(&[0, 0]).unwrap();
-        assert!(!tenant.start(0, &[], &config, &links), "none was asked for");
+        let starter =
+            Starter::new(&DaemonConfig { namespaces: Fence::Off, landlock: Fence::Off, ..config.daemon.clone() });
+        let starter = starter.unwrap();
+        assert!(!tenant.start(0, &[], &config, &links, &starter), "none was asked for");
         tenant.wants_lease(&config, Instant::now()).unwrap();
-        assert!(!tenant.start(7, &[], &config, &links));
+        assert!(!tenant.start(7, &[], &config, &links, &starter));
         tenant.lease_refused(7, "not yours");
         assert!(matches!(tenant.stage, Stage::Leasing));
         tenant.lease_refused(1, "no memory");

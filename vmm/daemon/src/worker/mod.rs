@@ -22,7 +22,7 @@ use vmm_broker::{Channel, JournalPage, Setup, SetupFds, TenantPage, ToSupervisor
 use vmm_sandbox::{Class, Sandbox};
 use vmm_vhost_user::{Options, ThreadClass, UnsealedPolicy, serve};
 
-use crate::role::{self, RoleArgs};
+use crate::role::{self, Needs, RoleArgs};
 use build::{Built, build};
 
 /// How a supervisor starts a worker.
@@ -35,9 +35,16 @@ pub(crate) struct WorkerArgs {
     pub(crate) role: RoleArgs,
 }
 
+/// Its own slices, two event counters a queue, and a front-end's memory.
+const NEEDS: Needs = Needs {
+    classes: &[Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper],
+    threads: true,
+    descriptors: Some(2048),
+};
+
 /// Serves one connection. False if it failed and the supervisor knows why, who then says it.
 pub(crate) fn run(args: &WorkerArgs) -> anyhow::Result<bool> {
-    let (sandbox, channel) = role::begin(&args.role)?;
+    let (sandbox, channel) = role::begin(&args.role, NEEDS)?;
     let sandbox = Arc::new(sandbox);
     let Some((setup, fds)) = receive_setup(&channel)? else { return Ok(true) };
     let end = std::io::pipe().context("Cannot make a pipe")?;

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -173,11 +174,17 @@ pub(crate) fn kill(raw: u32, signal: Signal) {
     kill_process(pid(raw), signal).unwrap();
 }
 
+/// Every process but the supervisor, to wait for.
+pub(crate) fn children(status: &StatusReply) -> Vec<OwnedFd> {
+    let tenants = status.tenants.iter().flat_map(|tenant| [tenant.worker_pid, tenant.keeper_pid]);
+    let all: Vec<_> = tenants.chain([status.daemon.broker_pid]).map(Option::unwrap).collect();
+    all.into_iter().map(|raw| pidfd_open(pid(raw), PidfdFlags::empty()).unwrap()).collect()
+}
+
 /// Waits until a process has ended, whoever's child it is.
-pub(crate) fn wait_for_end(raw: u32) {
-    let Ok(pidfd) = pidfd_open(pid(raw), PidfdFlags::empty()) else { return };
+pub(crate) fn wait_for_end(process: &OwnedFd) {
     let patience = Timespec { tv_sec: i64::try_from(PATIENCE.as_secs()).unwrap(), tv_nsec: 0 };
-    assert_eq!(poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&patience)).unwrap(), 1, "{raw} is still there");
+    assert_eq!(poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&patience)).unwrap(), 1, "it is still there");
 }
 
 pub(crate) fn stdout(output: &Output) -> &str {
