@@ -17,8 +17,8 @@ use rustix::time::{ClockId, clock_gettime};
 use crate::share::{Drawer, MAX_WEIGHT, Rate, WAY_WORDS, Way};
 use crate::words::{SharedError, SharedWords};
 
-/// Links that the page has room for.
-const LINKS: usize = 64;
+/// Links that the page has room for: twice as many as a host has devices, so that one that changes can get another number.
+const LINKS: usize = 128;
 /// Weight of a tenant whose operator says nothing.
 const DEFAULT_WEIGHT: u32 = 100;
 
@@ -42,7 +42,7 @@ pub struct LinkTable {
 
 impl LinkTable {
     /// Makes the page, as the tenant with place 0 sees it. `bandwidths` are in bytes a second each way; 0 is as fast as memory, and so are links
-    /// beyond the 64th.
+    /// beyond the 128th.
     pub fn create(bandwidths: &[u64]) -> Result<Self, SharedError> {
         Ok(Self::over(SharedWords::create("peergate-links", LINKS * 2 * WAY_WORDS)?, bandwidths, 0))
     }

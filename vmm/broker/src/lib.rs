@@ -35,5 +35,6 @@ pub use memory_file::MemoryFile;
 pub use message::{
     Endpoint, EndpointKind, Limits, Link, Setup, SetupFds, Staged, ToSupervisor, ToWorker, UnsealedMemory, WrongFds,
 };
+pub use share::PLACES;
 pub use tenant_page::{COUNTERS, FAULT_BURST, FAULT_REASONS, GAUGES, LINE_BURST, LINE_KINDS, TenantPage};
 pub use words::{SharedError, SharedWords};

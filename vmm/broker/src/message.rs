@@ -19,6 +19,15 @@ pub enum ToWorker {
     Setup(Box<Setup>),
     /// The limits from now on, in place of those of the set-up.
     Limits(Limits),
+    /// Take no more work from submission queues, and answer [`ToSupervisor::Drained`] once what was taken is over.
+    Drain {
+        /// Comes back in the answer.
+        turn: u32,
+    },
+    /// Take work again.
+    Resume {},
+    /// Exit at once and answer nothing that is on its way: the next worker of the same connection does.
+    MakeRoom {},
     /// End the connection in good order and exit.
     Shutdown {},
 }
@@ -29,6 +38,11 @@ pub enum ToWorker {
 pub enum ToSupervisor {
     /// The worker accepts connections from now on.
     Ready {},
+    /// To [`ToWorker::Drain`], or, with turn 0, to [`Setup::drained`].
+    Drained {
+        /// Of the question.
+        turn: u32,
+    },
     /// The worker cannot go on and exits; the reason, for the operator.
     Failed {
         /// One line.
@@ -56,6 +70,8 @@ pub struct Setup {
     pub place: u16,
     /// Limits of the tenant.
     pub limits: Limits,
+    /// Take no work until [`ToWorker::Resume`].
+    pub drained: bool,
     /// What to do about guest memory that a VMM could truncate.
     pub unsealed_memory: UnsealedMemory,
 }
@@ -211,7 +227,7 @@ impl Message for ToWorker {
     fn fds(&self) -> usize {
         match self {
             Self::Setup(setup) => FIXED_FDS + setup.endpoints.len(),
-            Self::Limits(_) | Self::Shutdown {} => 0,
+            Self::Limits(_) | Self::Drain { .. } | Self::Resume {} | Self::MakeRoom {} | Self::Shutdown {} => 0,
         }
     }
 }

@@ -18,8 +18,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Drawers that a direction tells apart.
-pub(crate) const PLACES: usize = 128;
+/// Tenants that a link tells apart at a time.
+pub const PLACES: usize = 128;
 /// When it is free, the clock, and two words a drawer: its tag, and its weight with the time until which it wants the direction.
 pub(crate) const WAY_WORDS: usize = 2 + 2 * PLACES;
 /// Largest weight.

@@ -25,6 +25,7 @@ fn setup(endpoints: usize) -> Setup {
         staged: vec![Staged { accessor: 0, owner: 1 }],
         place: 5,
         limits: Limits { max_domains: Some(7), ..Limits::default() },
+        drained: true,
         unsealed_memory: UnsealedMemory::Refuse,
     }
 }

@@ -7,6 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::{ChangesReply, Consent, DrainReply, DrainState, Edit};
+
 /// Version of the messages.
 pub const VERSION: u32 = 1;
 
@@ -34,6 +36,30 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         since: Option<BTreeMap<String, u64>>,
     },
+    /// Edit the configuration file, and do what it says then.
+    Change {
+        /// The edit.
+        edit: Edit,
+        /// How far it may go.
+        #[serde(default)]
+        consent: Consent,
+    },
+    /// Do what the configuration file says now.
+    Reload {
+        /// How far it may go.
+        #[serde(default)]
+        consent: Consent,
+    },
+    /// Take no more work from a tenant's guest, now and after a restart. Answered at once; ask again to learn how far it has come.
+    Drain {
+        /// Whose.
+        tenant: String,
+    },
+    /// Take work again.
+    Resume {
+        /// Whose.
+        tenant: String,
+    },
 }
 
 /// What is answered.
@@ -48,6 +74,10 @@ pub enum Reply {
     Endpoints(EndpointsReply),
     /// To [`Request::Faults`].
     Faults(FaultsReply),
+    /// To [`Request::Change`] and [`Request::Reload`].
+    Changes(ChangesReply),
+    /// To [`Request::Drain`] and [`Request::Resume`].
+    Drain(DrainReply),
     /// To any request.
     Error(ErrorReply),
 }
@@ -73,6 +103,12 @@ pub enum ErrorCode {
     TooLong,
     /// No tenant has that name.
     UnknownTenant,
+    /// The edit cannot be made, or what the file says then or now is no configuration.
+    Configuration,
+    /// The file is not what it was when the daemon, or whoever asks, looked at it last.
+    Edited,
+    /// The file cannot be read or written, or what is wanted cannot be set up. Nothing has changed.
+    Failed,
 }
 
 /// How everything is doing.
@@ -124,6 +160,9 @@ pub struct TenantStatus {
     pub name: String,
     /// Where it stands.
     pub state: TenantState,
+    /// Whether work is taken from its guest.
+    #[serde(default)]
+    pub drain: DrainState,
     /// Workers it has had, the present one included.
     pub session: u32,
     /// The present worker's process.
@@ -359,6 +398,7 @@ mod tests {
             tenants: vec![TenantStatus {
                 name: "demo".into(),
                 state: TenantState::Restarting,
+                drain: DrainState::Draining,
                 session: 2,
                 worker_pid: None,
                 keeper_pid: None,

@@ -11,6 +11,7 @@ use clap::{Parser, Subcommand};
 
 use crate::broker::BrokerArgs;
 use crate::config::quantity::size;
+use crate::config::store::Store;
 use crate::config::{Config, DEFAULT};
 use crate::keeper::KeeperArgs;
 use crate::worker::WorkerArgs;
@@ -90,16 +91,15 @@ fn run(mut cli: Cli) -> Result<(), Failure> {
     if cli.print_default_config {
         return print(DEFAULT).map_err(Failure::Failed);
     }
-    let mut config = Config::load(&cli.config).map_err(|error| Failure::Usage(error.into()))?;
-    if let Some(log) = cli.log {
-        log::filter(&log).context("--log").map_err(Failure::Usage)?;
-        config.daemon.log = log;
+    if let Some(log) = &cli.log {
+        log::filter(log).context("--log").map_err(Failure::Usage)?;
     }
+    let (store, config) = Store::open(&cli.config, cli.log).map_err(|error| Failure::Usage(error.into()))?;
     if cli.check {
         return print(&summary(&cli.config, &config)).map_err(Failure::Failed);
     }
     log::start(&config.daemon.log, None).map_err(Failure::Usage)?;
-    supervisor::run(config).map_err(Failure::Failed)
+    supervisor::run(store, config).map_err(Failure::Failed)
 }
 
 fn play(role: &Role) -> Result<(), Failure> {

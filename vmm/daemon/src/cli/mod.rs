@@ -3,6 +3,7 @@
 //! Not here: the daemon's side, the format of JSON answers (they are `vmm_control`'s).
 
 mod attach;
+mod change;
 mod faults;
 mod follow;
 mod show;
@@ -19,6 +20,7 @@ use vmm_control::{Client, Reply, Request};
 use crate::config::quantity::VM_SIZE;
 use crate::config::{CONTROL, RUNTIME_DIR};
 use attach::{Attachment, Vmm};
+use change::{DrainArgs, ReloadArgs, ResumeArgs, SliceCommand, TenantCommand, Told};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -27,10 +29,18 @@ Examples:
   peergate faults --follow --json          the same as it happens, one JSON line each
   peergate attach demo --memory 4G         arguments for QEMU
   peergate attach demo --vmm cloud-hypervisor --json
+  peergate tenant add db --slice gpu0=64MiB
+  peergate tenant limits db max_mappings=512
+  peergate drain db && peergate slice move db gpu0 --to gpu1; peergate resume db
+  peergate reload --dry-run                what the edited configuration file would change
 
-Exit status: 0 done; 1 the daemon cannot be reached, or the daemon or the VMM cannot do that; 2 the command line is wrong.";
+A change is made as a whole or not at all. Commands that change something edit the configuration file, keep its comments, and are still
+in force after a restart of the daemon; `reload` is for files that were edited by hand.
 
-/// Looks at a running peergated and tells how to attach a VM.
+Exit status: 0 done; 1 the daemon cannot be reached, or the daemon or the VMM cannot do that; 2 the command line is wrong;
+3 not done: it takes --force or --partial, or the time of a drain is over.";
+
+/// Looks at a running peergated, changes what it runs, and tells how to attach a VM.
 #[derive(Debug, Parser)]
 #[command(name = "peergate", version, after_help = EXAMPLES, max_term_width = 100)]
 struct Cli {
@@ -76,6 +86,26 @@ enum Command {
     /// What would crash the VMM is refused, with the reason. The memory arguments replace the VM's own: the device needs guest memory
     /// that is shared.
     Attach(AttachArgs),
+    /// Add, remove or limit tenants
+    #[command(subcommand)]
+    Tenant(TenantCommand),
+    /// Add, remove or move slices of tenants
+    #[command(subcommand)]
+    Slice(SliceCommand),
+    /// Read the configuration file again: print what differs from what runs, then apply it
+    ///
+    /// Lines begin with + (new), - (goes), ~ (changes) or ! (waits for a restart of peergated). A file with an error is refused as a whole, with the
+    /// line. If a connected guest would lose something, nothing is applied without --force; if a part waits for a restart, nothing is
+    /// applied without --partial.
+    Reload(ReloadArgs),
+    /// Take no more work from a tenant's guest and wait until what it has submitted is over
+    ///
+    /// The guest's later work waits in its queues and nothing of it is lost; its control requests are served, and its VMM may connect or
+    /// stay. A drained tenant stays so, also after a restart of the daemon, until `peergate resume`. What was submitted ends by itself or by its
+    /// deadline.
+    Drain(DrainArgs),
+    /// Take work from a drained tenant's guest again, what waits first
+    Resume(ResumeArgs),
 }
 
 #[derive(Debug, Args)]
@@ -112,14 +142,15 @@ fn parse_size(text: &str) -> Result<u64, String> {
 /// The whole program.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
-    match run(&cli) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            // Nothing is left to tell if even this fails.
-            let _ = writeln!(io::stderr(), "peergate: {error:#}");
-            ExitCode::from(1)
-        }
-    }
+    let told = run(&cli).and_then(|told| print(&told.text).map(|_| told.undone));
+    let (status, reason) = match told {
+        Ok(None) => return ExitCode::SUCCESS,
+        Ok(Some(reason)) => (3, reason),
+        Err(error) => (1, format!("{error:#}")),
+    };
+    // Nothing is left to tell if even this fails.
+    let _ = writeln!(io::stderr(), "peergate: {reason}");
+    ExitCode::from(status)
 }
 
 /// False if nobody reads: whoever stopped reading has seen enough.
@@ -131,28 +162,39 @@ fn print(text: &str) -> anyhow::Result<bool> {
     }
 }
 
-fn run(cli: &Cli) -> anyhow::Result<()> {
+fn run(cli: &Cli) -> anyhow::Result<Told> {
     if let Command::Faults { tenant, last, follow: true } = &cli.command {
-        return follow::run(&cli.socket, tenant.as_deref(), last.unwrap_or(0), cli.json);
+        follow::run(&cli.socket, tenant.as_deref(), last.unwrap_or(0), cli.json)?;
+        return Ok(Told::default());
     }
-    print(&ask(cli)?).map(drop)
+    let mut client = Client::connect(&cli.socket)?;
+    match &cli.command {
+        Command::Tenant(command) => change::change(&mut client, &command.request(), cli.json),
+        Command::Slice(command) => change::change(&mut client, &command.request(), cli.json),
+        Command::Reload(args) => change::reload(&mut client, *args, cli.json, |text| print(text).map(drop)),
+        Command::Drain(args) => change::drain(&mut client, args, cli.json),
+        Command::Resume(args) => change::resume(&mut client, args, cli.json),
+        command => look(&mut client, command, cli.json).map(|text| Told { text, undone: None }),
+    }
 }
 
-fn ask(cli: &Cli) -> anyhow::Result<String> {
-    let request = match &cli.command {
-        Command::Status => Request::Status,
-        Command::Tenants | Command::Attach(_) => Request::Tenants,
+/// Commands that change nothing.
+fn look(client: &mut Client, command: &Command, json: bool) -> anyhow::Result<String> {
+    let request = match command {
         Command::Endpoints => Request::Endpoints,
+        Command::Tenants | Command::Attach(_) => Request::Tenants,
         Command::Faults { tenant, last, .. } => Request::Faults { tenant: tenant.clone(), last: *last, since: None },
+        _ => Request::Status,
     };
-    let reply = Client::connect(&cli.socket)?.ask(&request)?;
-    match (&cli.command, &reply) {
-        (Command::Attach(args), Reply::Tenants(reply)) => attach(args, reply, cli.json),
-        (_, Reply::Status(reply)) => render(cli.json, reply, show::status),
-        (_, Reply::Tenants(reply)) => render(cli.json, reply, show::tenants),
-        (_, Reply::Endpoints(reply)) => render(cli.json, reply, show::endpoints),
-        (_, Reply::Faults(reply)) => render(cli.json, reply, faults::text),
+    let reply = client.ask(&request)?;
+    match (command, &reply) {
+        (Command::Attach(args), Reply::Tenants(reply)) => attach(args, reply, json),
+        (_, Reply::Status(reply)) => render(json, reply, show::status),
+        (_, Reply::Tenants(reply)) => render(json, reply, show::tenants),
+        (_, Reply::Endpoints(reply)) => render(json, reply, show::endpoints),
+        (_, Reply::Faults(reply)) => render(json, reply, faults::text),
         (_, Reply::Error(error)) => bail!("{}", error.message),
+        (_, Reply::Changes(_) | Reply::Drain(_)) => bail!("peergated answers something else than was asked"),
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Not here: faults, JSON, which is the answer itself.
 
-use vmm_control::{EndpointsReply, StatusReply, TenantState, TenantsReply};
+use vmm_control::{DrainState, EndpointsReply, StatusReply, TenantState, TenantsReply};
 
 use crate::config::quantity::{rate, size, time};
 
@@ -92,7 +92,7 @@ pub(crate) fn status(reply: &StatusReply) -> String {
             let counter = |name: &str| tenant.counters.get(name).copied().unwrap_or(0);
             vec![
                 tenant.name.clone(),
-                state(tenant.state).to_owned(),
+                state(tenant.state, tenant.drain),
                 tenant.session.to_string(),
                 tenant.worker_pid.map_or("-".to_owned(), |pid| pid.to_string()),
                 tenant.failures.to_string(),
@@ -124,13 +124,18 @@ pub(crate) fn status(reply: &StatusReply) -> String {
     text
 }
 
-fn state(state: TenantState) -> &'static str {
-    match state {
+fn state(state: TenantState, drain: DrainState) -> String {
+    let state = match state {
         TenantState::Starting => "starting",
         TenantState::Waiting => "waiting",
         TenantState::Connected => "connected",
         TenantState::Restarting => "restarting",
         TenantState::Stopped => "stopped",
+    };
+    match drain {
+        DrainState::Running => state.to_owned(),
+        DrainState::Draining => format!("{state}, draining"),
+        DrainState::Drained => format!("{state}, drained"),
     }
 }
 
@@ -229,6 +234,7 @@ mod tests {
             tenants: vec![TenantStatus {
                 name: "demo".into(),
                 state: TenantState::Connected,
+                drain: DrainState::Running,
                 session: 2,
                 worker_pid: Some(43),
                 keeper_pid: Some(42),

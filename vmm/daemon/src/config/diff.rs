@@ -302,11 +302,11 @@ fn slices(config: &Config, tenant: &TenantConfig) -> Vec<(String, String)> {
 fn limits(limits: &Limits) -> Vec<(String, String)> {
     let Ok(Value::Object(limits)) = serde_json::to_value(limits) else { return Vec::new() };
     let told = |(key, value): (String, Value)| match (key.strip_suffix("_ms"), value) {
-        (_, Value::Null) => None,
-        (Some(key), Value::Number(millis)) => Some((key.to_owned(), format!("{millis} ms"))),
-        (_, value) => Some((key, value.to_string())),
+        (short, Value::Null) => (short.unwrap_or(&key).to_owned(), "default".to_owned()),
+        (Some(key), Value::Number(millis)) => (key.to_owned(), format!("{millis} ms")),
+        (_, value) => (key, value.to_string()),
     };
-    limits.into_iter().filter_map(told).collect()
+    limits.into_iter().map(told).collect()
 }
 
 /// The keys whose values differ.
@@ -382,7 +382,12 @@ mod tests {
             (
                 "default_timeout = \"5s\"",
                 "max_batch = 7",
-                one("tenant a", "limits", Effect::Now, &["default_timeout: 5000 ms -> ", "max_batch:  -> 7"]),
+                one(
+                    "tenant a",
+                    "limits",
+                    Effect::Now,
+                    &["default_timeout: 5000 ms -> default", "max_batch: default -> 7"],
+                ),
             ),
             (
                 "submit_queues = 2",

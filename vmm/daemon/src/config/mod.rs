@@ -7,10 +7,11 @@
 
 pub mod diff;
 pub mod edit;
+mod numbers;
 pub(crate) mod quantity;
 pub(crate) mod reader;
 pub mod store;
-mod typed;
+pub(crate) mod typed;
 mod written;
 
 use std::collections::HashMap;
@@ -50,7 +51,7 @@ const MAX_LATENCY: u64 = 1_000_000_000;
 pub struct Config {
     /// The daemon itself.
     pub daemon: DaemonConfig,
-    /// Devices of the host; a device's place is the number of its link.
+    /// Devices of the host.
     pub devices: Vec<DeviceConfig>,
     /// Tenants.
     pub tenants: Vec<TenantConfig>,
@@ -90,6 +91,8 @@ pub struct DeviceConfig {
     pub engines: u16,
     /// Its link to the fabric.
     pub link: Link,
+    /// Number of that link among the host's: its place, unless the daemon was running already, see [`Config::keep_numbers`].
+    pub number: u16,
 }
 
 /// A tenant: one VM.
@@ -172,7 +175,8 @@ impl Meaning<'_> {
         }
         self.unique("device", typed.devices.iter().map(|device| &device.name))?;
         self.unique("tenant", typed.tenants.iter().map(|tenant| &tenant.name))?;
-        let devices = typed.devices.iter().map(|device| self.device(device)).collect::<Checked<Vec<_>>>()?;
+        let devices = (0..).zip(&typed.devices).map(|(number, device)| self.device(number, device));
+        let devices = devices.collect::<Checked<Vec<_>>>()?;
         let tenant = |tenant| self.tenant(tenant, &typed.daemon, &daemon, &devices);
         let tenants = typed.tenants.iter().map(tenant).collect::<Checked<Vec<_>>>()?;
         self.sockets(typed, &daemon, &tenants)?;
@@ -206,7 +210,7 @@ impl Meaning<'_> {
         })
     }
 
-    fn device(self, typed: &TypedDevice) -> Checked<DeviceConfig> {
+    fn device(self, number: u16, typed: &TypedDevice) -> Checked<DeviceConfig> {
         let memory = self.memory_of(&typed.memory)?;
         let latency_ns = match &typed.latency {
             Some(At { value, line }) if *value > MAX_LATENCY => {
@@ -220,6 +224,7 @@ impl Meaning<'_> {
             memory,
             engines: typed.engines.and_then(|engines| u16::try_from(engines).ok()).unwrap_or(1),
             link: Link { bandwidth: typed.bandwidth.unwrap_or(0), latency_ns },
+            number,
         })
     }
 

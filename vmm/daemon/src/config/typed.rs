@@ -203,24 +203,27 @@ fn reach(mut section: Section<'_>) -> Result<TypedReach, ConfigError> {
     })
 }
 
+/// Keys of `[tenant.limits]`.
+pub(crate) const LIMITS: &[&str] = &[
+    "max_domains",
+    "max_mappings",
+    "max_segments",
+    "max_total_segments",
+    "max_pinned_pages",
+    "max_buffers",
+    "stream_credits",
+    "max_in_flight",
+    "max_streams",
+    "max_batch",
+    "max_events",
+    "control_rate",
+    "default_timeout",
+    "max_timeout",
+    "weight",
+];
+
 fn limits(mut section: Section<'_>) -> Result<At<Limits>, ConfigError> {
-    section.only(&[
-        "max_domains",
-        "max_mappings",
-        "max_segments",
-        "max_total_segments",
-        "max_pinned_pages",
-        "max_buffers",
-        "stream_credits",
-        "max_in_flight",
-        "max_streams",
-        "max_batch",
-        "max_events",
-        "control_rate",
-        "default_timeout",
-        "max_timeout",
-        "weight",
-    ])?;
+    section.only(LIMITS)?;
     const ANY: std::ops::RangeInclusive<u32> = 1..=1 << 24;
     let limits = Limits {
         max_domains: section.integer("max_domains", ANY)?,

@@ -41,7 +41,18 @@ pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
             Reply::Endpoints(EndpointsReply { endpoints })
         }
         Request::Faults { tenant, last, since } => faults(tenants, tenant.as_deref(), last, since.as_ref()),
+        Request::Change { .. } | Request::Reload { .. } | Request::Drain { .. } | Request::Resume { .. } => {
+            let message = "A change is no question".to_owned();
+            Reply::Error(ErrorReply { code: ErrorCode::Malformed, message })
+        }
     }
+}
+
+/// There is no such tenant.
+pub(crate) fn unknown_tenant(tenants: &[Tenant], name: &str) -> ErrorReply {
+    let names: Vec<_> = tenants.iter().map(|tenant| tenant.config.name.as_str()).collect();
+    let names = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    ErrorReply { code: ErrorCode::UnknownTenant, message: format!("There is no tenant {name:?}; there are: {names}") }
 }
 
 fn status(tenant: &Tenant) -> TenantStatus {
@@ -53,6 +64,7 @@ fn status(tenant: &Tenant) -> TenantStatus {
     TenantStatus {
         name: tenant.config.name.clone(),
         state: tenant.state(),
+        drain: tenant.drain_state(),
         session: tenant.session,
         worker_pid: tenant.worker().map(Child::pid),
         keeper_pid: tenant.keeper().map(Child::pid),
@@ -110,9 +122,7 @@ fn faults(tenants: &[Tenant], only: Option<&str>, last: Option<u32>, since: Opti
         .map(|tenant| Source { config: &tenant.config, session: tenant.session, page: &tenant.page })
         .collect();
     if let (Some(name), true) = (only, chosen.is_empty()) {
-        let names: Vec<_> = tenants.iter().map(|tenant| tenant.config.name.as_str()).collect();
-        let message = format!("There is no tenant {name:?}; there are: {}", names.join(", "));
-        return Reply::Error(ErrorReply { code: ErrorCode::UnknownTenant, message });
+        return Reply::Error(unknown_tenant(tenants, name));
     }
     Reply::Faults(faults::faults(&chosen, last, since))
 }

@@ -75,6 +75,11 @@ impl Broker {
         self.tell(&ToBroker::Lease(lease))
     }
 
+    /// Ends a tenant's lease.
+    pub(crate) fn release(&mut self, tenant: &str) {
+        self.tell(&ToBroker::Release { tenant: tenant.to_owned() });
+    }
+
     fn tell(&mut self, message: &ToBroker) -> bool {
         self.child.as_mut().is_some_and(|child| child.tell(message, &[]))
     }

@@ -23,6 +23,8 @@ const MAX_REASON: usize = 400;
 pub(crate) struct Child {
     process: Process,
     started: Instant,
+    /// When it is killed if it has not ended, once it was asked to.
+    end_by: Option<Instant>,
     /// When it may send a whole [`BURST`] again.
     rested_at: Instant,
     /// Why it fails, as it says.
@@ -52,7 +54,7 @@ impl Child {
 
     pub(crate) fn new(process: Process, channel: Channel) -> Self {
         let now = Instant::now();
-        Self { process, started: now, rested_at: now, reason: None, channel: Some(channel) }
+        Self { process, started: now, end_by: None, rested_at: now, reason: None, channel: Some(channel) }
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -128,6 +130,27 @@ impl Child {
     /// Keeps why it fails, as far as anybody wants to read.
     pub(crate) fn failed(&mut self, reason: &str) {
         self.reason = Some(reason.chars().take(MAX_REASON).collect());
+    }
+
+    /// Asks it to end, and gives it so long.
+    pub(crate) fn end<M: Message>(&mut self, message: &M, patience: Duration) {
+        if self.end_by.is_none() && self.tell(message, &[]) {
+            self.end_by = Some(Instant::now() + patience);
+        }
+    }
+
+    /// When it is to be killed.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.end_by
+    }
+
+    /// Kills it if it has not ended although it was asked to.
+    pub(crate) fn kill_if_due(&mut self, now: Instant) {
+        if self.end_by.is_some_and(|at| at <= now) {
+            tracing::warn!(pid = self.pid(), "A process does not end; killing it");
+            self.end_by = None;
+            self.kill();
+        }
     }
 
     /// Ends it now.

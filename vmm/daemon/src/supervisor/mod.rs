@@ -1,8 +1,7 @@
 //! The supervisor: one thread that owns what outlives workers, starts them, watches them, and answers the operator.
 //!
 //! It parses nothing that a guest controls. One event loop waits for: the operator's socket and its clients, signals, a timer, and of each
-//! worker its channel and its end. A descriptor is always taken from the loop before it is closed: workers hold copies of some, and the loop
-//! would go on hearing of a closed one.
+//! process its channel and its end.
 //!
 //! Ending: listening sockets go first, workers are asked to end, then killed after [`PATIENCE`] or at a second signal; the loop ends when
 //! none is left, or when one has not ended [`PATIENCE`] after it was killed: the kernel then waits for something that its VMM serves.
@@ -12,38 +11,42 @@
 mod answers;
 mod backoff;
 mod broker;
+mod change;
 mod child;
 mod clients;
 mod faults;
 mod process;
 mod runtime_dir;
 mod tenant;
+mod waiting;
 
 use std::cell::Cell;
 use std::io::Write;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use event_manager::{EventManager, EventOps, EventSet, Events, MutEventSubscriber, SubscriberOps};
+use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 use vmm_broker::{FromBroker, LinkTable};
-use vmm_control::{SocketFile, TenantState};
+use vmm_control::{Reply, Request, SocketFile, TenantState};
 use vmm_sandbox::{Class, Sandbox, Signals};
 
 use crate::config::Config;
+use crate::config::store::Store;
 use broker::Broker;
-use child::{Child, Heard};
+use child::Heard;
 use clients::Clients;
 use process::Starter;
 use runtime_dir::RuntimeDir;
 use tenant::Tenant;
+use waiting::{add, forget, listen_no_more, listen_to};
 
 /// How long workers may take to end in good order.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -63,7 +66,12 @@ const CLIENT: u32 = 0x5_0000;
 /// Everything that lives as long as the daemon.
 pub(crate) struct Supervisor {
     config: Config,
+    store: Store,
+    /// In the configuration's order.
     tenants: Vec<Tenant>,
+    /// Removed ones, until nothing is left of them.
+    leaving: Vec<Tenant>,
+    next_id: u16,
     broker: Broker,
     starter: Starter,
     links: LinkTable,
@@ -82,7 +90,7 @@ pub(crate) struct Supervisor {
 }
 
 /// Runs a daemon until it is told to end. Leaves no process, socket or file behind.
-pub(crate) fn run(config: Config) -> anyhow::Result<()> {
+pub(crate) fn run(store: Store, config: Config) -> anyhow::Result<()> {
     if let Err(error) = vmm_sandbox::process::keep_inherited_descriptors() {
         tracing::warn!(%error, "Workers may inherit descriptors that this daemon was started with");
     }
@@ -93,7 +101,7 @@ pub(crate) fn run(config: Config) -> anyhow::Result<()> {
     // Dropped last: its sockets are gone by then.
     let _runtime_dir = RuntimeDir::acquire(&config.daemon.runtime_dir)?;
     let done = Rc::new(Cell::new(None));
-    let supervisor = Supervisor::new(config, starter, signals, Rc::clone(&done))?;
+    let supervisor = Supervisor::new(store, config, starter, signals, Rc::clone(&done))?;
     sandbox.apply(Class::Supervisor)?;
     supervisor.announce();
     let mut manager =
@@ -118,18 +126,26 @@ fn raise_descriptor_limit() {
 }
 
 impl Supervisor {
-    fn new(config: Config, starter: Starter, signals: Signals, done: Rc<Cell<Option<usize>>>) -> anyhow::Result<Self> {
+    fn new(
+        store: Store,
+        config: Config,
+        starter: Starter,
+        signals: Signals,
+        done: Rc<Cell<Option<usize>>>,
+    ) -> anyhow::Result<Self> {
         let daemon = &config.daemon;
         let control = vmm_control::listen(&daemon.control, daemon.control_mode)?;
         control.listener().set_nonblocking(true).context("Cannot prepare the control socket")?;
         let bandwidths: Vec<_> = config.devices.iter().map(|device| device.link.bandwidth).collect();
         let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)
             .context("Cannot make a timer")?;
+        let tenants = (0..).zip(config.tenants.iter().cloned()).map(|(id, tenant)| Tenant::new(id, id, tenant));
+        let tenants = tenants.collect::<anyhow::Result<Vec<_>>>()?;
         Ok(Self {
-            tenants: (0..)
-                .zip(config.tenants.iter().cloned())
-                .map(|(id, tenant)| Tenant::new(id, tenant))
-                .collect::<anyhow::Result<_>>()?,
+            next_id: u16::try_from(tenants.len()).unwrap_or(0),
+            tenants,
+            leaving: Vec::new(),
+            store,
             broker: Broker::new(),
             starter,
             links: LinkTable::create(&bandwidths)?,
@@ -184,23 +200,33 @@ impl Supervisor {
             tracing::warn!("Processes are still running; killing them");
             self.kill(now);
         }
+        self.tidy(now);
         self.start_what_is_due(now, ops);
         let left = self.processes();
         if self.ending.is_some() && (left == 0 || given_up) {
             self.done.set(Some(left));
         }
-        let due = self.tenants.iter().filter_map(Tenant::due).chain(self.broker.due());
+        let due = self.everybody().filter_map(Tenant::due).chain(self.broker.due());
         self.set_timer(due.chain(self.ending).min());
     }
 
+    /// Every tenant, the leaving ones last.
+    fn everybody(&self) -> impl Iterator<Item = &Tenant> {
+        self.tenants.iter().chain(&self.leaving)
+    }
+
+    fn everybody_mut(&mut self) -> impl Iterator<Item = &mut Tenant> {
+        self.tenants.iter_mut().chain(&mut self.leaving)
+    }
+
     fn processes(&self) -> usize {
-        let tenants: usize = self.tenants.iter().map(Tenant::processes).sum();
+        let tenants: usize = self.everybody().map(Tenant::processes).sum();
         tenants + usize::from(self.broker.child().is_some())
     }
 
     /// Kills every process, which then has [`PATIENCE`] to be gone.
     fn kill(&mut self, now: Instant) {
-        self.tenants.iter_mut().for_each(Tenant::kill);
+        self.everybody_mut().for_each(Tenant::kill);
         self.broker.kill();
         if !std::mem::replace(&mut self.killed, true) {
             self.ending = Some(now + PATIENCE);
@@ -209,8 +235,8 @@ impl Supervisor {
 
     /// Starts the broker, keepers, and asks for the leases that the next workers need.
     fn start_what_is_due(&mut self, now: Instant, ops: &mut EventOps<'_>) {
-        let Self { config, tenants, broker, starter, .. } = self;
-        if broker.start_if_due(config, starter, tenants.iter().filter_map(|tenant| tenant.held(config)), now)
+        let Self { config, tenants, leaving, broker, starter, .. } = self;
+        if broker.start_if_due(config, starter, tenants.iter().chain(&*leaving).filter_map(Tenant::held), now)
             && let Some(child) = broker.child()
         {
             listen_to(ops, child, BROKER, BROKER_END);
@@ -275,7 +301,7 @@ impl Supervisor {
     }
 
     fn tenant(&mut self, id: u32) -> Option<&mut Tenant> {
-        self.tenants.iter_mut().find(|tenant| u32::from(tenant.id) == id)
+        self.everybody_mut().find(|tenant| u32::from(tenant.id) == id)
     }
 
     fn on_worker(&mut self, id: u32, ops: &mut EventOps<'_>) {
@@ -331,7 +357,7 @@ impl Supervisor {
                     return;
                 }
                 Heard::Message(FromBroker::Refused { tenant, session, reason }, _) => {
-                    if let Some(tenant) = self.tenants.iter_mut().find(|known| known.config.name == tenant) {
+                    if let Some(tenant) = self.everybody_mut().find(|known| known.is_asking(&tenant)) {
                         tenant.lease_refused(session, &reason);
                     }
                 }
@@ -343,8 +369,8 @@ impl Supervisor {
     }
 
     fn on_lease(&mut self, tenant: &str, session: u32, slices: &[OwnedFd], ops: &mut EventOps<'_>) {
-        let Self { config, tenants, links, starter, .. } = self;
-        let Some(tenant) = tenants.iter_mut().find(|known| known.config.name == tenant) else { return };
+        let Self { config, tenants, leaving, links, starter, .. } = self;
+        let Some(tenant) = tenants.iter_mut().chain(leaving).find(|known| known.is_asking(tenant)) else { return };
         // What the keeper says about its VMM decides whether the session begins afresh.
         tenant.hear_keeper();
         if tenant.start(session, slices, config, links, starter)
@@ -359,17 +385,27 @@ impl Supervisor {
         self.on_broker(ops);
         let Some((broker, status)) = self.broker.reap() else { return };
         listen_no_more(ops, &broker);
-        self.tenants.iter_mut().for_each(Tenant::lease_lost);
+        self.everybody_mut().for_each(Tenant::lease_lost);
         if self.ending.is_none() {
             let (reason, hint) = why(broker.reason.as_deref(), status);
             tracing::error!("The broker has failed; workers go on without it: {status}{reason}{hint}");
         }
     }
 
+    fn answer(&mut self, request: Request) -> Reply {
+        match request {
+            Request::Change { edit, consent } => self.change(&edit, &consent),
+            Request::Reload { consent } => self.reload(&consent),
+            Request::Drain { tenant } => self.drain(&tenant, true),
+            Request::Resume { tenant } => self.drain(&tenant, false),
+            question => answers::answer(self, question),
+        }
+    }
+
     fn on_client(&mut self, number: u32, ops: &mut EventOps<'_>) {
         // The clients are lent out while they are answered from the rest.
         let mut clients = std::mem::take(&mut self.clients);
-        clients.advance(number, CLIENT, ops, |request| answers::answer(self, request));
+        clients.advance(number, CLIENT, ops, |request| self.answer(request));
         self.clients = clients;
     }
 }
@@ -411,30 +447,4 @@ fn why(reason: Option<&str>, status: ExitStatus) -> (String, &'static str) {
         _ => "",
     };
     (reason.map(|reason| format!(", because {reason:?}")).unwrap_or_default(), hint)
-}
-
-fn listen_to(ops: &mut EventOps<'_>, child: &Child, says: u32, ends: u32) {
-    add(ops, child.pidfd(), ends);
-    if let Some(channel) = child.channel() {
-        add(ops, channel, says);
-    }
-}
-
-fn listen_no_more(ops: &mut EventOps<'_>, child: &Child) {
-    forget(ops, child.pidfd());
-    if let Some(channel) = child.channel() {
-        forget(ops, channel);
-    }
-}
-
-fn add(ops: &mut EventOps<'_>, fd: BorrowedFd<'_>, data: u32) {
-    if let Err(error) = ops.add(Events::with_data_raw(fd.as_raw_fd(), data, EventSet::IN)) {
-        tracing::error!(%error, data, "Cannot wait for a descriptor");
-    }
-}
-
-fn forget(ops: &mut EventOps<'_>, fd: BorrowedFd<'_>) {
-    if let Err(error) = ops.remove(Events::empty_raw(fd.as_raw_fd())) {
-        tracing::error!(%error, "Cannot forget a descriptor");
-    }
 }

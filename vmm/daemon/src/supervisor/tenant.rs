@@ -4,7 +4,9 @@
 //! it, and the keeper gets the other end of that process's connection. A worker that ends, well or not, is followed by the next. If the keeper holds a
 //! VMM then, it carries the connection over; else the session begins afresh.
 //!
-//! Not here: what a worker or a keeper does, the event loop.
+//! Not here: what a worker or a keeper does, what changes while it runs (`adapt`), the event loop.
+
+pub(crate) mod adapt;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -13,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use vmm_broker::{
-    Endpoint, FromKeeper, JournalPage, KeeperSetup, Lease, LeaseSlice, LinkTable, Setup, TenantPage, ToKeeper,
+    Endpoint, FromKeeper, JournalPage, KeeperSetup, Lease, LeaseSlice, Link, LinkTable, Setup, TenantPage, ToKeeper,
     ToSupervisor, ToWorker,
 };
 use vmm_control::{SocketFile, TenantState};
@@ -28,6 +30,8 @@ use crate::config::{Config, SliceConfig, TenantConfig};
 pub(crate) struct Tenant {
     /// Never that of another tenant while the daemon runs.
     pub(crate) id: u16,
+    /// Its place in the ledger of links; another tenant that runs has another one, unless there are more of them than places.
+    pub(crate) place: u16,
     pub(crate) config: TenantConfig,
     pub(crate) page: TenantPage,
     journal: JournalPage,
@@ -39,6 +43,14 @@ pub(crate) struct Tenant {
     /// The keeper holds a VMM's connection.
     connected: bool,
     backoff: Backoff,
+    /// What the broker has given, or has been asked for.
+    pub(crate) holds: Option<Lease>,
+    /// What others hold leaves enough for the next worker.
+    has_room: bool,
+    /// The worker has nothing left of what it took before it was told to take no more.
+    quiet: bool,
+    /// How often it was told.
+    drain_turn: u32,
     pub(crate) session: u32,
     pub(crate) failures: u64,
     pub(crate) stage: Stage,
@@ -62,13 +74,14 @@ pub(crate) enum Stage {
 }
 
 impl Tenant {
-    pub(crate) fn new(id: u16, config: TenantConfig) -> anyhow::Result<Self> {
+    pub(crate) fn new(id: u16, place: u16, config: TenantConfig) -> anyhow::Result<Self> {
         let socket = vmm_control::listen(&config.socket, config.socket_mode)?;
         let page = TenantPage::create(&config.name)?;
         let journal = JournalPage::create(&config.name)?;
         let now = Instant::now();
         Ok(Self {
             id,
+            place,
             config,
             page,
             journal,
@@ -78,6 +91,10 @@ impl Tenant {
             keeper_backoff: Backoff::default(),
             connected: false,
             backoff: Backoff::default(),
+            holds: None,
+            has_room: true,
+            quiet: false,
+            drain_turn: 0,
             session: 0,
             failures: 0,
             stage: Stage::Pause { until: now },
@@ -111,19 +128,30 @@ impl Tenant {
     }
 
     /// What the worker holds, for a broker that knows nothing yet.
-    pub(crate) fn held(&self, config: &Config) -> Option<Lease> {
-        self.worker().map(|_| self.lease(config))
+    pub(crate) fn held(&self) -> Option<Lease> {
+        self.worker().and(self.holds.clone())
     }
 
     /// When there is something to do about it, whatever others do.
     pub(crate) fn due(&self) -> Option<Instant> {
         let worker = match self.stage {
-            Stage::Pause { until } => Some(until),
+            Stage::Pause { until } if self.has_room => Some(until),
             _ => None,
         };
         let keeper = Some(self.keeper_due).filter(|_| self.keeper.is_none() && self.socket.is_some());
+        let children = [self.worker(), self.keeper()];
+        let overdue = children.into_iter().flatten().filter_map(Child::due).min();
         // Without a keeper no worker is started.
-        keeper.or(worker)
+        keeper.or(worker).into_iter().chain(overdue).min()
+    }
+
+    /// Ends processes that were asked to end and have not.
+    pub(crate) fn kill_overdue(&mut self, now: Instant) {
+        let worker = match &mut self.stage {
+            Stage::Running { worker, .. } => Some(worker),
+            _ => None,
+        };
+        worker.into_iter().chain(&mut self.keeper).for_each(|child| child.kill_if_due(now));
     }
 
     /// Whether processes of it are left.
@@ -152,19 +180,26 @@ impl Tenant {
 
     /// The lease that the next worker needs, if it is time for one.
     pub(crate) fn wants_lease(&mut self, config: &Config, now: Instant) -> Option<Lease> {
-        if self.keeper.is_none() || !matches!(self.stage, Stage::Pause { until } if until <= now) {
+        let is_due = self.has_room && matches!(self.stage, Stage::Pause { until } if until <= now);
+        if self.keeper.is_none() || !is_due {
             return None;
         }
         self.session = self.session.wrapping_add(1).max(1);
         self.stage = Stage::Leasing;
-        Some(self.lease(config))
+        self.holds = Some(self.lease(config));
+        self.holds.clone()
     }
 
     /// Nobody answers the question for a lease: it will be asked again.
     pub(crate) fn lease_lost(&mut self) {
         if matches!(self.stage, Stage::Leasing) {
-            self.stage = Stage::Pause { until: Instant::now() };
+            self.pause_for(Duration::ZERO);
         }
+    }
+
+    /// Whether the broker's answer to a tenant of that name is for this one.
+    pub(crate) fn is_asking(&self, name: &str) -> bool {
+        self.config.name == name && matches!(self.stage, Stage::Leasing)
     }
 
     /// The broker says no.
@@ -186,6 +221,10 @@ impl Tenant {
         starter: &Starter,
     ) -> bool {
         if session != self.session || !matches!(self.stage, Stage::Leasing) {
+            return false;
+        }
+        if self.socket.is_none() {
+            self.stage = Stage::Over;
             return false;
         }
         match self.launch(slices, config, links, starter) {
@@ -219,7 +258,8 @@ impl Tenant {
         let mut worker = Child::start("worker", &["--tenant", &self.config.name], starter)?;
         let mut fds = vec![listener.as_fd(), self.page.page(), links.page(), self.journal.page()];
         fds.extend(slices.iter().map(AsFd::as_fd));
-        let setup = setup(&self.config, self.id, self.session, config);
+        let setup = setup(&self.config, self.place, self.session, config);
+        (self.quiet, self.drain_turn) = (false, 0);
         worker.tell(&ToWorker::Setup(Box::new(setup)), &fds);
         keeper.tell(&ToKeeper::Worker { session: self.session, fresh }, &[stream.as_fd()]);
         Ok(worker)
@@ -249,6 +289,7 @@ impl Tenant {
                     tracing::debug!(tenant, "Worker ready");
                     *ready = true;
                 }
+                Heard::Message(ToSupervisor::Drained { turn }, _) => self.quiet |= turn == self.drain_turn,
                 Heard::Message(ToSupervisor::Failed { reason }, _) => worker.failed(&reason),
             }
         }
@@ -310,15 +351,19 @@ impl Tenant {
         if self.connected {
             self.lost_at = self.lost_at.or(Some(Instant::now()));
         }
-        if self.socket.is_some() {
-            // A worker that ends well although its VMM is there has been told to make room for the next.
-            self.pause(failed, worker.age());
-        }
+        // A worker that ends well although its VMM is there has been told to make room for the next.
+        self.pause(failed, worker.age());
         Some((worker, status))
     }
 
     fn pause(&mut self, failed: bool, lived: Duration) {
-        self.stage = Stage::Pause { until: Instant::now() + self.backoff.after(failed, lived) };
+        let pause = self.backoff.after(failed, lived);
+        self.pause_for(pause);
+    }
+
+    /// The next worker follows then, unless the tenant ends.
+    fn pause_for(&mut self, pause: Duration) {
+        self.stage = if self.socket.is_some() { Stage::Pause { until: Instant::now() + pause } } else { Stage::Over };
     }
 
     /// How the worker ended, for the log.
@@ -326,6 +371,9 @@ impl Tenant {
         let (tenant, session, reason) = (self.config.name.as_str(), self.session, worker.reason.as_deref());
         if matches!(self.stage, Stage::Over) {
             return tracing::debug!(tenant, session, ?reason, "The worker has ended: {status}");
+        }
+        if status.success() && worker.due().is_some() {
+            return tracing::info!(tenant, session, "The session is over; the next one begins");
         }
         if status.success() {
             return tracing::info!(tenant, session, "The VM has gone; its memory is scrubbed");
@@ -351,20 +399,6 @@ impl Tenant {
         self.keeper.as_mut()?.take_channel()
     }
 
-    /// Accepts nobody any more, and asks its processes to end.
-    pub(crate) fn stop(&mut self) {
-        self.socket = None;
-        if let Some(keeper) = &mut self.keeper {
-            keeper.tell(&ToKeeper::Shutdown {}, &[]);
-        }
-        match &mut self.stage {
-            Stage::Running { worker, .. } => {
-                worker.tell(&ToWorker::Shutdown {}, &[]);
-            }
-            stage => *stage = Stage::Over,
-        }
-    }
-
     /// Ends its processes now.
     pub(crate) fn kill(&mut self) {
         if let Stage::Running { worker, .. } = &mut self.stage {
@@ -379,16 +413,23 @@ impl Tenant {
 fn setup(tenant: &TenantConfig, place: u16, session: u32, config: &Config) -> Setup {
     let endpoint = |slice: &SliceConfig| {
         let device = config.devices.get(slice.device)?;
-        let link = u16::try_from(slice.device).ok()?;
-        let (kind, engines) = (device.kind, device.engines);
+        let (kind, engines, link) = (device.kind, device.engines, device.number);
         Some(Endpoint { name: slice.name.clone(), kind, memory_len: slice.memory, engines, link })
     };
+    let count = config.devices.iter().map(|device| usize::from(device.number) + 1).max().unwrap_or(0);
+    let mut links = vec![Link { bandwidth: 0, latency_ns: 0 }; count];
+    for device in &config.devices {
+        if let Some(link) = links.get_mut(usize::from(device.number)) {
+            *link = device.link;
+        }
+    }
     Setup {
         tenant: tenant.name.clone(),
         session,
         submit_queues: tenant.submit_queues,
         endpoints: tenant.slices.iter().filter_map(endpoint).collect(),
-        links: config.devices.iter().map(|device| device.link).collect(),
+        links,
+        drained: tenant.drained,
         staged: tenant.staged.clone(),
         place,
         limits: tenant.limits,
@@ -432,7 +473,7 @@ mod tests {
     fn tenant(dir: &Path) -> (Tenant, Config) {
         let mut config = Config::parse(Path::new("demo.toml"), CONFIG).unwrap();
         config.tenants[0].socket = dir.join("t.sock");
-        (Tenant::new(0, config.tenants[0].clone()).unwrap(), config)
+        (Tenant::new(0, 0, config.tenants[0].clone()).unwrap(), config)
     }
 
     /// A tenant that has a keeper and a worker, and their ends of the channels.

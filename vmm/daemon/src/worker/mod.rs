@@ -8,6 +8,7 @@
 //! Not here: what a request means, restarting.
 
 mod build;
+mod drain;
 mod observer;
 
 use std::io::{PipeReader, PipeWriter};
@@ -24,6 +25,7 @@ use vmm_vhost_user::{Options, ThreadClass, UnsealedPolicy, serve};
 
 use crate::role::{self, Needs, RoleArgs};
 use build::{Built, build};
+use drain::Drain;
 
 /// How a supervisor starts a worker.
 #[derive(Debug, Args)]
@@ -65,7 +67,7 @@ fn receive_setup(channel: &Channel) -> anyhow::Result<Option<(Box<Setup>, SetupF
             let fds = SetupFds::sort(&setup, fds)?;
             Ok(Some((setup, fds)))
         }
-        Some((ToWorker::Limits(_), _)) => bail!("The supervisor has sent limits before a set-up"),
+        Some((message, _)) => bail!("The supervisor begins with {message:?} in place of a set-up"),
     }
 }
 
@@ -85,10 +87,15 @@ fn work(
     let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
     let options = options(setup, journal, sandbox);
     let connection = connect(built, listener, options, ending)?;
+    let mut drain = Drain::default();
+    if setup.drained {
+        drain.begin(&device, 0);
+    }
     channel.send(&ToSupervisor::Ready {}, &[])?;
     loop {
+        drain.look(&device, channel)?;
         let mut fds = [PollFd::new(channel, PollFlags::IN), PollFd::new(&ended, PollFlags::IN)];
-        match poll(&mut fds, None) {
+        match poll(&mut fds, drain.glance()) {
             Err(rustix::io::Errno::INTR) => continue,
             result => result.context("Cannot wait")?,
         };
@@ -106,6 +113,9 @@ fn work(
                     device.set_limits(&build::limits(&limits)).context("The supervisor has sent limits")?;
                     links.set_weight(limits.weight);
                 }
+                Ok(Some((ToWorker::Drain { turn }, _))) => drain.begin(&device, turn),
+                Ok(Some((ToWorker::Resume {}, _))) => drain.end(&device),
+                Ok(Some((ToWorker::MakeRoom {}, _))) => return Ok(()),
                 Ok(Some((ToWorker::Setup(_), _))) => bail!("The supervisor has sent a second set-up"),
                 Err(error) => return Err(error.into()),
             }

@@ -178,7 +178,12 @@ pub(crate) fn kill(raw: u32, signal: Signal) {
 pub(crate) fn children(status: &StatusReply) -> Vec<OwnedFd> {
     let tenants = status.tenants.iter().flat_map(|tenant| [tenant.worker_pid, tenant.keeper_pid]);
     let all: Vec<_> = tenants.chain([status.daemon.broker_pid]).map(Option::unwrap).collect();
-    all.into_iter().map(|raw| pidfd_open(pid(raw), PidfdFlags::empty()).unwrap()).collect()
+    all.into_iter().map(process).collect()
+}
+
+/// A process, to wait for.
+pub(crate) fn process(raw: u32) -> OwnedFd {
+    pidfd_open(pid(raw), PidfdFlags::empty()).unwrap()
 }
 
 /// Waits until a process has ended, whoever's child it is.
