@@ -43,6 +43,9 @@ pub enum Command {
     Events(EventsArgs),
     /// Try what the device must do and what it must refuse
     Selftest(SelftestArgs),
+    /// Take orders from standard input and carry them out; meant for tests and demos
+    #[command(after_help = crate::actor::ORDERS)]
+    Act(ActArgs),
 }
 
 /// Arguments of `copy`.
@@ -216,6 +219,14 @@ pub struct SelftestArgs {
     /// Only this: keep work in flight, say so on standard error, and wait until the device loses its state; then try what must still work
     #[arg(long, conflicts_with_all = ["file", "only"])]
     pub until_loss: bool,
+}
+
+/// Arguments of `act`.
+#[derive(Debug, Args)]
+pub struct ActArgs {
+    /// File of a driver made for tests: it acts in the domain whose number is written there, 0 for its own
+    #[arg(long, value_name = "FILE")]
+    pub domain_file: Option<PathBuf>,
 }
 
 /// Paths that a copy between two endpoints can take.

@@ -6,6 +6,7 @@
 //! Not here: knowledge of the wire or of how the device works.
 #![forbid(unsafe_code)]
 
+pub mod actor;
 pub mod args;
 mod commands;
 pub mod console;
@@ -39,6 +40,7 @@ pub fn run(cli: &Cli, driver: &dyn Driver, console: &mut Console<'_>) -> Result<
         Command::Run(args) => commands::run(driver, args, console),
         Command::Events(args) => commands::events(driver, args, console),
         Command::Selftest(args) => selftest::command(driver, args, console),
+        Command::Act(args) => actor::command(driver, args),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Bytes to move and to compare: a pattern that tells every word from every other, and a writer that compares.
+//! Bytes to move and to compare: a pattern that tells every word from every other, and writers that compare and that hash.
 //!
 //! Not here: randomness. The same seed gives the same bytes, so that whoever reads them back needs no copy.
 
@@ -90,6 +90,43 @@ impl<R: Read> Write for Compare<R> {
     }
 }
 
+/// A 64-bit hash of what is written, in pieces of any size: words of eight bytes, chained by [`mix`], the length last. It tells bytes that
+/// went astray, not bytes that somebody chose to deceive.
+#[derive(Clone, Debug, Default)]
+pub struct Digest {
+    state: u64,
+    word: [u8; 8],
+    len: u64,
+}
+
+impl Digest {
+    /// The hash of what was written so far.
+    pub fn value(&self) -> u64 {
+        let held = usize::try_from(self.len % 8).unwrap_or(0);
+        let mut word = [0; 8];
+        word[..held].copy_from_slice(&self.word[..held]);
+        mix(mix(self.state ^ u64::from_le_bytes(word)) ^ self.len)
+    }
+}
+
+impl Write for Digest {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        for byte in bytes {
+            let place = usize::try_from(self.len % 8).unwrap_or(0);
+            self.word[place] = *byte;
+            self.len = self.len.wrapping_add(1);
+            if place == 7 {
+                self.state = mix(self.state ^ u64::from_le_bytes(self.word));
+            }
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Writes to both.
 pub struct Tee<A, B>(pub A, pub B);
 
@@ -134,6 +171,30 @@ mod tests {
             compare.write_all(piece).expect("endless");
         }
         assert_eq!(compare.first_difference(), Some(70));
+    }
+
+    #[test]
+    fn a_hash_depends_on_every_byte_and_on_the_length_but_not_on_the_pieces() {
+        let hash = |pieces: &[&[u8]]| {
+            let mut digest = Digest::default();
+            pieces.iter().for_each(|piece| digest.write_all(piece).expect("takes everything"));
+            digest.value()
+        };
+        let bytes = Pattern::bytes(3, 100);
+        let whole = hash(&[&bytes]);
+        assert_eq!(hash(&[&bytes[..3], &bytes[3..3], &bytes[3..77], &bytes[77..]]), whole);
+        let mut seen = vec![whole];
+        for place in 0..bytes.len() {
+            let mut other = bytes.clone();
+            other[place] ^= 1;
+            seen.push(hash(&[&other]));
+            seen.push(hash(&[&bytes[..place]]));
+            seen.push(hash(&[&[0; 200][..place + 1]]));
+        }
+        let count = seen.len();
+        seen.sort_unstable();
+        seen.dedup();
+        assert_eq!(seen.len(), count);
     }
 
     #[test]

@@ -82,7 +82,7 @@ impl FrontEnd {
         &self.stream
     }
 
-    /// The channel on which the device could ask for something; it never does.
+    /// The channel on which the device says that its configuration has changed.
     pub fn request_channel(&self) -> &UnixStream {
         &self.requests
     }

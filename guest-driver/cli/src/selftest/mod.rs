@@ -11,7 +11,7 @@ mod moves;
 mod refusals;
 mod registers;
 mod streams;
-mod witness;
+pub(crate) mod witness;
 
 use std::path::PathBuf;
 

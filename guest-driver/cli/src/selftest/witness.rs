@@ -72,7 +72,7 @@ fn notice_words(session: &Session, notice: Option<&Notice>) -> String {
 }
 
 /// Waits for a fault event that `wanted` picks; other events are dropped.
-pub(super) fn fault(session: &Session, wanted: impl Fn(&Notice) -> bool) -> Result<Option<Notice>> {
+pub(crate) fn fault(session: &Session, wanted: impl Fn(&Notice) -> bool) -> Result<Option<Notice>> {
     let deadline = Instant::now() + SOON;
     while let Some(notice) = session.event(deadline)? {
         if notice.kind == Some(EventKind::Fault) && wanted(&notice) {
@@ -126,7 +126,7 @@ pub(super) fn refused_free(
 ///
 /// # Errors
 /// What is not a refusal.
-pub(super) fn status_of<T>(result: std::result::Result<T, Error>) -> Result<&'static str> {
+pub(crate) fn status_of<T>(result: std::result::Result<T, Error>) -> Result<&'static str> {
     match result {
         Ok(_) => Ok("OK"),
         Err(error) => error.status().map(Status::name).ok_or_else(|| error.into()),

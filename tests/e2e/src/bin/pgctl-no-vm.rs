@@ -7,8 +7,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use harness::{DriverOptions, InProcessDriver};
-use pgctl::Cli;
+use pgctl::actor::Stage;
 use pgctl::console::Console;
+use pgctl::{Cli, Command};
 
 fn main() -> ExitCode {
     match run(&Cli::parse()) {
@@ -23,6 +24,16 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Result<bool> {
     let driver = InProcessDriver::connect(&cli.device, DriverOptions::default())?;
+    if let Command::Act(_) = cli.command {
+        // What it takes a kernel to do in a guest.
+        let act_as = |domain| {
+            driver.act_as(domain);
+            Ok(())
+        };
+        let stage = Stage { driver: &driver, act_as: Some(&act_as) };
+        pgctl::actor::serve(stage, &mut std::io::stdin().lock(), &mut std::io::stdout())?;
+        return Ok(true);
+    }
     let mut out = std::io::stdout();
     pgctl::run(cli, &driver, &mut Console::new(&mut out, cli.json).for_process())
 }

@@ -97,6 +97,8 @@ impl Inbox {
 #[derive(Debug)]
 pub(super) struct DomainChannel {
     core: Arc<Core>,
+    /// Of the device when the channel was opened.
+    session: u32,
     domain: u32,
     inbox: Arc<Inbox>,
     space: Mutex<IovaSpace>,
@@ -114,6 +116,7 @@ impl DomainChannel {
         let limits = core.limits();
         let channel = Self {
             core: Arc::clone(core),
+            session: core.session(),
             domain: core.enter(&inbox),
             inbox,
             space: Mutex::new(IovaSpace::new(limits.iova_start.get(), limits.iova_last.get())),
@@ -135,7 +138,7 @@ impl DomainChannel {
         body: &(impl IntoBytes + Immutable + ?Sized),
         room: usize,
     ) -> Result<Reply, Error> {
-        self.core.request(call, opcode, self.domain, body, room)
+        self.core.request(call, opcode, (self.domain, self.session), body, room)
     }
 
     fn claim_range(&self, call: &'static str, len: u64, align: u64) -> Result<u64, Error> {
@@ -156,7 +159,7 @@ impl Channel for DomainChannel {
             size: size_of::<Info>().try_into().unwrap_or(0),
             flags: 0,
             version: vdev_wire::VERSION.into(),
-            session: self.core.session(),
+            session: self.session,
             domain: self.domain,
             interrupt: uapi::INTERRUPT_MSIX,
             iova_start: limits.iova_start.get(),
@@ -295,7 +298,7 @@ impl Channel for DomainChannel {
     fn submit(&self, queue: u32, work: &[Work]) -> Result<usize, Error> {
         self.core.check()?;
         let claimed = self.inbox.claim(work.len());
-        let sent = self.core.submit(queue, &self.inbox, self.domain, &work[..claimed]);
+        let sent = self.core.submit(queue, &self.inbox, (self.domain, self.session), &work[..claimed]);
         self.inbox.unclaim(claimed - *sent.as_ref().unwrap_or(&0));
         match sent? {
             0 => Err(Error::Refused { call: "SUBMIT", status: Status::Busy }),

@@ -1,7 +1,9 @@
 //! What the channels of a guest share: the connection, the queues, the session, and the interrupt thread.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -25,6 +27,8 @@ use crate::frontend::{EVENT_IDX, FrontEnd, INDIRECT_DESC, VERSION_1, make_queues
 use crate::ram::{GuestRam, PAGE, Pages};
 use crate::virtqueue::Virtqueue;
 
+/// VHOST_USER_BACKEND_CONFIG_CHANGE_MSG.
+const CONFIG_CHANGE: [u8; 4] = [2, 0, 0, 0];
 /// Endpoints that an answer to PROBE has room for.
 const MAX_ENDPOINTS: usize = 64;
 
@@ -78,7 +82,7 @@ impl InProcessDriver {
             front.start(&ram, &all)?;
         }
         let mut control = queues.remove(0);
-        let session = hello(&ram, &mut control)?;
+        let session = hello(|body, room| exchange(&ram, &mut control, body, room))?;
         let (limits, endpoints) = probe(|body, room| exchange(&ram, &mut control, body, room), session)?;
         let batch = usize::from(limits.max_batch.get());
         let submit = queues
@@ -92,7 +96,10 @@ impl InProcessDriver {
             front: Mutex::new(front),
             submit,
             events: Mutex::new(events),
-            session,
+            session: AtomicU32::new(session),
+            following: AtomicBool::new(false),
+            begin: Mutex::default(),
+            forged: AtomicU32::new(0),
             limits,
             endpoints,
             inboxes: Mutex::default(),
@@ -127,9 +134,14 @@ impl InProcessDriver {
         lock(&core.front).pause_and_resume(&core.ram, &queues)
     }
 
-    /// The session that HELLO began.
+    /// The session that the last HELLO began.
     pub fn session(&self) -> u32 {
-        self.core.session
+        self.core.session()
+    }
+
+    /// Acts in this domain in place of each channel's own from now on, as only a kernel could; `None` takes that back.
+    pub fn act_as(&self, domain: Option<u32>) {
+        self.core.forged.store(domain.unwrap_or(0), Ordering::Relaxed);
     }
 
     /// Submission queues.
@@ -145,13 +157,21 @@ impl InProcessDriver {
         body: &(impl IntoBytes + Immutable + ?Sized),
         room: usize,
     ) -> Result<Reply> {
-        self.core.control.call(&request(opcode, domain, self.core.session, body), room)
+        self.core.control.call(&request(opcode, domain, self.core.session(), body), room)
     }
 }
 
 impl Driver for InProcessDriver {
     fn open(&self) -> Result<Box<dyn Channel>, Error> {
-        Ok(Box::new(DomainChannel::open(&self.core)?))
+        let opened = match DomainChannel::open(&self.core) {
+            // The device began a new session and could not tell yet, or waits for HELLO.
+            Err(Error::Refused { status: Status::Stale | Status::Inval, .. }) => {
+                self.core.follow().map_err(|error| system("HELLO", &error))?;
+                DomainChannel::open(&self.core)
+            }
+            opened => opened,
+        };
+        Ok(Box::new(opened?))
     }
 }
 
@@ -162,9 +182,9 @@ impl Drop for InProcessDriver {
     }
 }
 
-fn hello(ram: &Arc<GuestRam>, control: &mut Virtqueue) -> Result<u32> {
+fn hello(send: impl FnOnce(&[u8], usize) -> Result<Reply>) -> Result<u32> {
     let body = Hello { version: VERSION.into(), reserved0: 0.into(), reserved: 0.into(), features: 0.into() };
-    let reply = exchange(ram, control, &request(Opcode::Hello, 0, 0, &body), size_of::<HelloReply>())?;
+    let reply = send(&request(Opcode::Hello, 0, 0, &body), size_of::<HelloReply>())?;
     ensure!(reply.status == Status::Ok, "HELLO was refused: {}", reply.status.name());
     Ok(reply.parse::<HelloReply>()?.session.get())
 }
@@ -191,7 +211,13 @@ pub(super) struct Core {
     control: Control,
     submit: Vec<SubmitQueue>,
     events: Mutex<EventQueue>,
-    session: u32,
+    session: AtomicU32,
+    /// Whether somebody is about to look for a new session.
+    following: AtomicBool,
+    /// One HELLO at a time.
+    begin: Mutex<()>,
+    /// Domain to act in whoever acts, if not 0.
+    forged: AtomicU32,
     limits: ProbeReply,
     endpoints: Vec<EndpointInfo>,
     inboxes: Mutex<HashMap<u32, Weak<Inbox>>>,
@@ -203,7 +229,41 @@ pub(super) struct Core {
 
 impl Core {
     pub(super) fn session(&self) -> u32 {
-        self.session
+        self.session.load(Ordering::Acquire)
+    }
+
+    /// Begins a new session if the device has lost its state since the last HELLO.
+    pub(super) fn follow(&self) -> Result<()> {
+        let _one = lock(&self.begin);
+        self.following.store(false, Ordering::Release);
+        let bytes = lock(&self.front).config(0, u32::try_from(CONFIG_SIZE)?)?;
+        let config = Config::read_from_bytes(&bytes).ok().context("Configuration space is too short")?;
+        if config.session.get() != self.session() {
+            let session = hello(|body, room| self.control.call(body, room))?;
+            self.session.store(session, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Has [`Core::follow`] done by a thread: who waits for answers must not be the one that takes interrupts.
+    fn suspect(self: &Arc<Self>) -> Result<()> {
+        if self.following.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let core = Arc::clone(self);
+        thread::Builder::new().name("guest-session".into()).spawn(move || {
+            if let (Err(error), Ok(())) = (core.follow(), core.check()) {
+                eprintln!("The guest could not begin a new session: {error:#}");
+            }
+        })?;
+        Ok(())
+    }
+
+    fn domain(&self, own: u32) -> u32 {
+        match self.forged.load(Ordering::Relaxed) {
+            0 => own,
+            forged => forged,
+        }
     }
 
     pub(super) fn limits(&self) -> &ProbeReply {
@@ -253,12 +313,12 @@ impl Core {
         &self,
         call: &'static str,
         opcode: Opcode,
-        domain: u32,
+        (domain, session): (u32, u32),
         body: &(impl IntoBytes + Immutable + ?Sized),
         room: usize,
     ) -> Result<Reply, Error> {
         self.check()?;
-        let outcome = self.control.call(&request(opcode, domain, self.session, body), room);
+        let outcome = self.control.call(&request(opcode, self.domain(domain), session, body), room);
         let reply = outcome.map_err(|error| self.check().err().unwrap_or_else(|| system(call, &error)))?;
         if reply.status == Status::Ok { Ok(reply) } else { Err(Error::Refused { call, status: reply.status }) }
     }
@@ -266,13 +326,19 @@ impl Core {
     /// Limits and endpoints as they are now.
     pub(super) fn probe(&self) -> Result<(ProbeReply, Vec<EndpointInfo>), Error> {
         self.check()?;
-        probe(|body, room| self.control.call(body, room), self.session).map_err(|error| system("PROBE", &error))
+        probe(|body, room| self.control.call(body, room), self.session()).map_err(|error| system("PROBE", &error))
     }
 
-    pub(super) fn submit(&self, queue: u32, inbox: &Arc<Inbox>, domain: u32, work: &[Work]) -> Result<usize, Error> {
+    pub(super) fn submit(
+        &self,
+        queue: u32,
+        inbox: &Arc<Inbox>,
+        (domain, session): (u32, u32),
+        work: &[Work],
+    ) -> Result<usize, Error> {
         let refused = Error::Refused { call: "SUBMIT", status: Status::Inval };
         let queue = self.submit.get(queue as usize).ok_or(refused)?;
-        queue.send(inbox, domain, self.session, work).map_err(|error| system("SUBMIT", &error))
+        queue.send(inbox, self.domain(domain), session, work).map_err(|error| system("SUBMIT", &error))
     }
 
     /// Looks for completions on every submission queue.
@@ -285,11 +351,13 @@ impl Core {
         for queue in &self.submit {
             calls.push(queue.call_fd()?);
         }
-        let socket = lock(&self.front).socket().try_clone()?;
+        let front = lock(&self.front);
+        let (socket, requests) = (front.socket().try_clone()?, front.request_channel().try_clone()?);
+        drop(front);
         let stop = self.stop.try_clone()?;
         let core = Arc::downgrade(self);
         let thread = thread::Builder::new().name("guest-interrupts".into()).spawn(move || {
-            if let Err(error) = take_interrupts(&core, &calls, &socket, &stop) {
+            if let Err(error) = take_interrupts(&core, &calls, (&socket, &requests), &stop) {
                 eprintln!("The guest's interrupt thread ended: {error:#}");
             }
             if let Some(core) = core.upgrade() {
@@ -346,13 +414,14 @@ impl Core {
 fn take_interrupts(
     core: &Weak<Core>,
     calls: &[EventFd],
-    socket: &std::os::unix::net::UnixStream,
+    (socket, mut requests): (&UnixStream, &UnixStream),
     stop: &EventFd,
 ) -> Result<()> {
     loop {
         let mut fds = vec![PollFd::from_borrowed_fd(borrow(stop), PollFlags::IN)];
         // Nothing is ever readable here: replies are read by whoever asked. Only the end is of interest.
         fds.push(PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::RDHUP));
+        fds.push(PollFd::from_borrowed_fd(requests.as_fd(), PollFlags::IN));
         fds.extend(calls.iter().map(|call| PollFd::from_borrowed_fd(borrow(call), PollFlags::IN)));
         match poll(&mut fds, None) {
             Ok(_) => {}
@@ -364,8 +433,15 @@ fn take_interrupts(
         if ready[0] || ready[1] {
             return Ok(());
         }
+        if ready[2] {
+            let mut header = [0; 12];
+            requests.read_exact(&mut header).context("Cannot read what the device asks for")?;
+            // Of all that a device may ask for, this one says only that its configuration has changed.
+            ensure!(header[..4] == CONFIG_CHANGE, "The device asks for something else: {header:x?}");
+            core.suspect()?;
+        }
         for (index, call) in calls.iter().enumerate() {
-            if ready[index + 2] {
+            if ready[index + 3] {
                 // Empty is fine: somebody looked already.
                 let _ = call.read();
                 core.interrupt(index)?;

@@ -4,15 +4,18 @@ use std::path::PathBuf;
 
 use anyhow::{Result, bail};
 use clap::Args;
-use xtask::demo::{self, Row};
+use xtask::demo::{self, Acts, Row};
 use xtask::kit::{Kernel, Kit};
 
-/// Boot a Linux guest, move a real file between a GPU and an FPGA, and show every refusal
+/// Boot a Linux guest, move a real file between a GPU and an FPGA, and show every refusal; then have one of two guests attack the other
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Run the same scenario from a process of this host, without a guest; needs no kit
+    /// Play in processes of this host, without guests; needs no kit
     #[arg(long)]
     no_vm: bool,
+    /// Play only this act
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=2))]
+    act: Option<u8>,
     /// Print rows as JSON, one a line: name, expected, got, ok; moved bytes also bytes, seconds, `gb_per_s`, path, reason
     #[arg(long)]
     json: bool,
@@ -31,10 +34,15 @@ pub(crate) fn run(args: DemoArgs) -> Result<()> {
             println!("{}", serde_json::to_string(row).unwrap_or_default());
         }
     };
+    let acts = match args.act {
+        Some(1) => Acts::First,
+        Some(_) => Acts::Second,
+        None => Acts::Both,
+    };
     let rows = if args.no_vm {
-        demo::without_vm(args.file.as_deref(), &mut report)?
+        demo::without_vm(acts, args.file.as_deref(), &mut report)?
     } else {
-        demo::in_guest(&Kit::ensure()?.with_kernel(args.kernel)?, args.file, &mut report)?
+        demo::in_guest(&Kit::ensure()?.with_kernel(args.kernel)?, acts, args.file, &mut report)?
     };
     if !json {
         let is_operator = |row: &Row| row.name.starts_with("operator/");
@@ -42,10 +50,10 @@ pub(crate) fn run(args: DemoArgs) -> Result<()> {
         table("What moved", all().filter(|row| row.bytes.is_some()));
         table("What was refused", all().filter(|row| row.fault.is_some()));
         table("What the operator's log says of it", all().filter(|row| is_operator(row)));
-        table(
-            "What else was tried",
-            all().filter(|row| row.bytes.is_none() && row.fault.is_none() && !is_operator(row)),
-        );
+        let is_tenants = |row: &Row| row.name.starts_with("tenants/");
+        let is_other = |row: &&Row| row.bytes.is_none() && row.fault.is_none() && !is_operator(row) && !is_tenants(row);
+        table("What else was tried", all().filter(is_other));
+        table("What one tenant could do to another, and what losing a worker did", all().filter(|row| is_tenants(row)));
     }
     let (all, failed) = (rows.all().len(), rows.failed());
     if failed > 0 {
@@ -58,6 +66,10 @@ pub(crate) fn run(args: DemoArgs) -> Result<()> {
 }
 
 fn table<'a>(title: &str, rows: impl Iterator<Item = &'a Row>) {
+    let mut rows = rows.peekable();
+    if rows.peek().is_none() {
+        return;
+    }
     println!("\n{title}");
     for row in rows {
         println!("  {}", row.text().replace('\n', "\n  "));

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use tempfile::TempDir;
 use xtask::demo::programs::{Programs, target_dir};
-use xtask::demo::{self, WITHOUT_VM};
+use xtask::demo::{self, Acts, WITHOUT_VM};
 
 use super::{Steps, checkout};
 
@@ -148,7 +148,7 @@ pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     let target = target_dir().join("mutate");
     eprintln!("building the tree as it is");
     let programs = Programs::build_at(tree.path(), &target, WITHOUT_VM)?;
-    let sound = demo::scenario(&programs, None, &mut |_| {})?.failed();
+    let sound = demo::play(&programs, Acts::Both, None, &mut |_| {})?.failed();
     ensure!(sound == 0, "The scenario fails without any mutation: {sound} rows; see cargo xtask demo --no-vm");
     let mut steps = Steps::only(args.only.clone());
     for mutation in MUTATIONS {
@@ -178,7 +178,7 @@ impl Mutation {
 
     /// The first sign that something is wrong.
     fn verdict(programs: &Programs) -> Option<String> {
-        match demo::scenario(programs, None, &mut |_| {}) {
+        match demo::play(programs, Acts::Both, None, &mut |_| {}) {
             Ok(rows) => {
                 let failed = rows.failed();
                 let row = rows.all().iter().find(|row| !row.ok)?;

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use clap::Args;
 use xtask::demo::programs::target_dir;
-use xtask::demo::{self, Row, Rows};
+use xtask::demo::{self, Acts, Row, Rows};
 use xtask::kit::{Kernel, Kit};
 
 use super::{Steps, cargo, checkout, evidence, lint, must};
@@ -44,12 +44,14 @@ pub(crate) fn run(args: TestArgs) -> Result<()> {
     }
     steps.run("tests", || must(cargo(&["test", "--quiet", "--workspace", "--no-fail-fast"])));
     steps.run("loom models of the IOMMU", loom);
-    steps.run("the demo without a VM", || check(&demo::without_vm(None, &mut |_| {})?));
+    steps.run("the demo without a VM", || check(&demo::without_vm(Acts::Both, None, &mut |_| {})?));
     if let Some(kit) = &kit {
         for kernel in GUESTS {
             let name = format!("the guest, Linux {}: self-test and driver tests", name(kit, kernel));
             steps.run(&name, || check(&demo::guest_tests(&kit.with_kernel(kernel)?, &mut |_| {})?));
         }
+        steps
+            .run("two guests: the demo's second act", || check(&demo::in_guest(kit, Acts::Second, None, &mut |_| {})?));
     }
     steps.finish()
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::TENANT;
 use super::daemon::Daemon;
 use super::guest::device_args;
 use super::programs::Programs;
@@ -41,7 +42,7 @@ pub fn in_guest(kit: &Kit, args: &[OsString]) -> Result<()> {
     root.file("/lib/virtio_blk.ko.xz", kit.modules_dir().join("kernel/drivers/block/virtio_blk.ko.xz"), 0o644);
     root.init_script(&script);
     let serial = format!("file:{}", results.display());
-    let mut spec = GuestSpec::new(root).args(device_args(&daemon)?).args(NULL_BLOCK).args(["-serial", &serial]);
+    let mut spec = GuestSpec::new(root).args(device_args(&daemon, TENANT)?).args(NULL_BLOCK).args(["-serial", &serial]);
     spec.timeout = PATIENCE;
     let mut console = Vec::new();
     eprintln!("measuring in Linux {} under QEMU {}", kit.kernel_release(), kit.qemu.version);

@@ -16,11 +16,14 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use super::Row;
 use super::programs::Programs;
-use super::{Row, TENANT};
 
 /// How long the daemon may take to be ready, and to end.
 const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What the log says of a worker that was killed.
+const KILLED: &str = "The worker has failed: signal: 9";
 
 /// A running daemon. Dropping it kills it.
 pub struct Daemon {
@@ -29,6 +32,8 @@ pub struct Daemon {
     dir: TempDir,
     log: Arc<Mutex<Vec<String>>>,
     ended: Receiver<()>,
+    /// Workers that were killed.
+    killed: usize,
 }
 
 impl Daemon {
@@ -70,7 +75,7 @@ impl Daemon {
                 }
             });
         }
-        let daemon = Self { child, programs: programs.clone(), dir, log, ended };
+        let daemon = Self { child, programs: programs.clone(), dir, log, ended, killed: 0 };
         if ready.recv_timeout(PATIENCE).is_err() {
             bail!("peergated did not become ready; its log:\n{}", daemon.log().join("\n"));
         }
@@ -83,10 +88,10 @@ impl Daemon {
         self.dir.path().join("run")
     }
 
-    /// Where the tenant's VMM connects.
+    /// Where a tenant's VMM connects.
     #[must_use]
-    pub fn tenant_socket(&self) -> PathBuf {
-        self.runtime_dir().join(format!("{TENANT}.sock"))
+    pub fn tenant_socket(&self, tenant: &str) -> PathBuf {
+        self.runtime_dir().join(format!("{tenant}.sock"))
     }
 
     /// A folder for the caller's files; removed with the daemon.
@@ -115,16 +120,27 @@ impl Daemon {
         serde_json::from_slice(&output.stdout).context("peergate printed no JSON")
     }
 
-    /// Kills the tenant's worker, as if it had crashed.
+    /// What `peergate status` says of a tenant.
     ///
     /// # Errors
-    /// When there is none.
-    pub fn end_worker(&self) -> Result<()> {
+    /// As for [`Daemon::ask`]; when there is no such tenant.
+    pub fn tenant(&self, name: &str) -> Result<Value> {
         let status = self.ask(&["status"])?;
         let tenants = status["tenants"].as_array().context("peergate status has no tenants")?;
-        let worker = tenants.iter().find(|tenant| tenant["name"] == TENANT).map(|tenant| &tenant["worker_pid"]);
-        let id = worker.and_then(Value::as_i64).and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw);
-        kill_process(id.context("The tenant has no worker")?, Signal::KILL).context("Cannot end the worker")
+        let found = tenants.iter().find(|tenant| tenant["name"] == name);
+        found.cloned().with_context(|| format!("peergate status has no tenant {name}"))
+    }
+
+    /// Kills a tenant's worker.
+    ///
+    /// # Errors
+    /// When it has none.
+    pub fn kill_worker(&mut self, tenant: &str) -> Result<()> {
+        let id = self.tenant(tenant)?["worker_pid"].as_u64().and_then(|id| i32::try_from(id).ok());
+        let id = id.and_then(Pid::from_raw).with_context(|| format!("Tenant {tenant} has no worker"))?;
+        kill_process(id, Signal::KILL).with_context(|| format!("Cannot kill tenant {tenant}'s worker"))?;
+        self.killed += 1;
+        Ok(())
     }
 
     /// Ends it as an operator would, and says whether anything is left: rows about its end.
@@ -147,11 +163,16 @@ impl Daemon {
         let left = if left.is_empty() { "nothing".to_owned() } else { left.join(", ") };
         let bad: Vec<String> =
             self.log().into_iter().filter(|line| line.contains("panicked") || line.contains(" ERROR ")).collect();
-        let complaints = if bad.is_empty() { "none".to_owned() } else { bad.join("; ") };
+        let (told, bad): (Vec<_>, Vec<_>) = bad.into_iter().partition(|line| line.contains(KILLED));
+        let complaints = |killed: usize, others: &[String]| match (killed, others) {
+            (0, []) => "none".to_owned(),
+            (killed, []) => format!("{killed} workers killed"),
+            (killed, others) => format!("{killed} workers killed; {}", others.join("; ")),
+        };
         Ok(vec![
             Row::new("daemon/ends-on-sigterm", "exit status: 0", status),
             Row::new("daemon/leaves-behind", "nothing", left),
-            Row::new("daemon/errors-logged", "none", complaints),
+            Row::new("daemon/errors-logged", complaints(self.killed, &[]), complaints(told.len(), &bad)),
         ])
     }
 }

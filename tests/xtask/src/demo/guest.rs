@@ -21,8 +21,8 @@ use crate::guest::{GuestSpec, Initramfs, boot};
 use crate::kit::Kit;
 
 /// How many times longer everything may take on the debug kernel, and the memory that it needs with all that it notes down.
-const DEBUG_IS_SLOWER: u32 = 10;
-const DEBUG_MEMORY_MIB: u32 = 1024;
+pub(super) const DEBUG_IS_SLOWER: u32 = 10;
+pub(super) const DEBUG_MEMORY_MIB: u32 = 1024;
 
 /// What a guest is to do.
 #[derive(Debug, Clone)]
@@ -54,10 +54,18 @@ impl Plan {
 ///
 /// # Errors
 /// When the guest did not run to its end; the message has the console.
-pub fn run(kit: &Kit, programs: &Programs, module: &Path, daemon: &Daemon, plan: &Plan, rows: &mut Rows) -> Result<()> {
+pub fn run(
+    kit: &Kit,
+    programs: &Programs,
+    module: &Path,
+    daemon: &mut Daemon,
+    plan: &Plan,
+    rows: &mut Rows,
+) -> Result<()> {
     let results = daemon.scratch().join("results");
     let spec = spec(kit, programs, module, plan)?;
-    let mut spec = spec.args(device_args(daemon)?).args(["-serial"]).args([format!("file:{}", results.display())]);
+    let mut spec =
+        spec.args(device_args(daemon, TENANT)?).args(["-serial"]).args([format!("file:{}", results.display())]);
     spec.timeout = plan.timeout;
     if kit.is_debug() {
         spec.timeout *= DEBUG_IS_SLOWER;
@@ -69,7 +77,7 @@ pub fn run(kit: &Kit, programs: &Programs, module: &Path, daemon: &Daemon, plan:
     let outcome = boot(kit, &spec, |line| {
         console.push(line.to_owned());
         if line.contains(IN_FLIGHT) {
-            trouble = daemon.end_worker().err();
+            trouble = daemon.kill_worker(TENANT).err();
         }
         if trouble.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
@@ -107,7 +115,11 @@ fn read_results(text: &str, plan: &Plan, rows: &mut Rows) -> Result<()> {
     bail!("The guest did not run to its end; its last result is {:?}, after {selftests} self-tests", lines.last())
 }
 
-fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<GuestSpec> {
+/// What every guest has: a shell, `pgctl`, the driver and what it needs; and the script's lines that load what it needs.
+///
+/// # Errors
+/// When a file is missing.
+pub(super) fn root(kit: &Kit, programs: &Programs, module: &Path) -> Result<(Initramfs, String)> {
     let mut root = Initramfs::new();
     root.busybox(kit)?;
     root.program("/bin/pgctl", &programs.path("pgctl"))?;
@@ -118,6 +130,11 @@ fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<Gu
         let _ = writeln!(load, "insmod {path}");
         root.file(&path, module.path, 0o644);
     }
+    Ok((root, load))
+}
+
+fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<GuestSpec> {
+    let (mut root, load) = root(kit, programs, module)?;
     root.file("/data/input", &plan.file, 0o644);
     let tests = if plan.driver_tests { driver::SCRIPT } else { "" };
     let hooks = if plan.driver_tests && kit.is_debug() { debug::SCRIPT } else { "" };
@@ -151,9 +168,9 @@ dmesg | grep -E 'BUG|WARNING|Oops|Call Trace|KASAN|UBSAN|INFO:|turning off the l
 echo done >&3
 "#;
 
-/// The device's arguments, as `peergate attach` prints them for this tenant: all but the machine's memory, which a guest here has anyway.
-pub(super) fn device_args(daemon: &Daemon) -> Result<Vec<String>> {
-    let answer = daemon.ask(&["attach", "--vmm", "qemu", TENANT])?;
+/// The device's arguments, as `peergate attach` prints them for a tenant: all but the machine's memory, which a guest here has anyway.
+pub(super) fn device_args(daemon: &Daemon, tenant: &str) -> Result<Vec<String>> {
+    let answer = daemon.ask(&["attach", "--vmm", "qemu", tenant])?;
     let args: Vec<String> = answer
         .as_array()
         .context("peergate attach printed no list")?

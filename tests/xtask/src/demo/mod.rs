@@ -1,11 +1,15 @@
-//! The demo: one scenario, run from a guest under QEMU or from a front-end in a process of the host, and judged from both sides.
+//! The demo: a play in two acts, in guests under QEMU or in front-ends in processes of the host, and judged from both sides.
 //!
-//! `programs` builds what runs, `daemon` runs `peergated`, `guest` boots the guest; the guest's side of the scenario is `pgctl selftest`. When it is
-//! over, `operator` looks up each refusal in `peergate faults`, and the daemon must end with nothing left behind. Everything becomes [`Row`]s.
+//! `programs` builds what runs, `daemon` runs `peergated`. The first act is one guest's (`guest` boots it, what it tries is `pgctl selftest`); when
+//! it is over, `operator` looks up each refusal in `peergate faults`. The second act (`act2`) is that of two tenants, whose guests (`stage`) take
+//! orders (`actor`). The daemon must end with nothing left behind. Everything becomes [`Row`]s.
 //!
-//! Not here: what the scenario tries (that is `pgctl`), assertions about speed.
+//! Not here: what a guest tries (that is `pgctl`).
 
+pub mod act2;
+pub mod actor;
 pub mod bench;
+pub mod broker;
 pub mod daemon;
 pub mod debug;
 pub mod driver;
@@ -13,14 +17,17 @@ pub mod guest;
 pub mod operator;
 pub mod programs;
 pub mod rows;
+pub mod stage;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::kit::Kit;
 use crate::work::checkout;
+use actor::Actor;
 use daemon::Daemon;
 use programs::Programs;
 pub use rows::{Row, Rows};
@@ -31,18 +38,42 @@ pub const WITHOUT_VM: &[&str] = &["vmm_daemon", "e2e"];
 /// The tenant of `configs/demo.toml`.
 pub const TENANT: &str = "demo";
 
-/// Runs the scenario in a guest; a row is reported as soon as it is known. Blocks until everything has ended.
+/// Which acts to play.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Acts {
+    /// One guest: everything it may do, and everything it is refused.
+    First,
+    /// Two guests: what one can do to the other, and what losing a worker does.
+    Second,
+    /// One after the other.
+    Both,
+}
+
+/// Plays in guests; a row is reported as soon as it is known. Blocks until everything has ended.
 ///
 /// # Errors
-/// When the scenario could not run to its end.
-pub fn in_guest<'r>(kit: &Kit, file: Option<PathBuf>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
+/// When the play did not come to its end.
+pub fn in_guest<'r>(kit: &Kit, acts: Acts, file: Option<PathBuf>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
     let programs = Programs::build(&["vmm_daemon", "pgctl"])?;
     let module = programs.module(kit)?;
-    let daemon = Daemon::start_with(&programs, &shipped("demo.toml")?)?;
     let mut rows = Rows::new(report);
-    let plan = guest::Plan::demo(file.unwrap_or_else(|| kit.kernel_image()));
-    guest::run(kit, &programs, &module, &daemon, &plan, &mut rows)?;
-    finish(daemon, rows)
+    if acts != Acts::Second {
+        let mut daemon = Daemon::start_with(&programs, &shipped("demo.toml")?)?;
+        let plan = guest::Plan::demo(file.unwrap_or_else(|| kit.kernel_image()));
+        guest::run(kit, &programs, &module, &mut daemon, &plan, &mut rows)?;
+        finish(daemon, &mut rows)?;
+    }
+    if acts != Acts::First {
+        let liar = stage::lying_module(kit)?;
+        second_act(&programs, &mut rows, |daemon| {
+            eprintln!("booting two guests");
+            let [a, b] = act2::TENANTS;
+            let a = stage::start(kit, &programs, &module, daemon, a)?;
+            let b = stage::start(kit, &programs, &liar, daemon, b)?;
+            Ok([a.actor()?, b.actor()?])
+        })?;
+    }
+    Ok(rows)
 }
 
 /// Runs the scenario, and then the guest driver's own tests, in a guest whose links have a latency and a bandwidth: so transfers are really in
@@ -58,29 +89,73 @@ pub fn guest_tests<'r>(kit: &Kit, report: &'r mut dyn FnMut(&Row)) -> Result<Row
     let slow = config.lines().flat_map(|line| [line, if line.starts_with("kind = ") { link } else { "" }]);
     let slow = slow.collect::<Vec<_>>().join("\n");
     ensure!(slow.contains(link), "configs/demo.toml has no device to slow down");
-    let daemon = Daemon::start_with(&programs, &slow)?;
+    let mut daemon = Daemon::start_with(&programs, &slow)?;
     let mut rows = Rows::new(report);
-    guest::run(kit, &programs, &module, &daemon, &guest::Plan::tests(kit.kernel_image()), &mut rows)?;
-    finish(daemon, rows)
+    guest::run(kit, &programs, &module, &mut daemon, &guest::Plan::tests(kit.kernel_image()), &mut rows)?;
+    finish(daemon, &mut rows)?;
+    Ok(rows)
 }
 
-/// Runs the scenario from a process of this host. Needs no kit.
+/// Plays in processes of this host. Needs no kit.
 ///
 /// # Errors
-/// When the scenario could not run to its end.
-pub fn without_vm<'r>(file: Option<&Path>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
-    scenario(&Programs::build(WITHOUT_VM)?, file, report)
+/// When the play did not come to its end.
+pub fn without_vm<'r>(acts: Acts, file: Option<&Path>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
+    play(&Programs::build(WITHOUT_VM)?, acts, file, report)
 }
 
 /// As [`without_vm`], with programs that are already built.
 ///
 /// # Errors
 /// As there.
-pub fn scenario<'r>(programs: &Programs, file: Option<&Path>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
-    let daemon = Daemon::start_with(programs, &shipped("demo.toml")?)?;
+pub fn play<'r>(
+    programs: &Programs,
+    acts: Acts,
+    file: Option<&Path>,
+    report: &'r mut dyn FnMut(&Row),
+) -> Result<Rows<'r>> {
     let mut rows = Rows::new(report);
-    programs.scenario(&daemon, file, &mut rows)?;
-    finish(daemon, rows)
+    if acts != Acts::Second {
+        let daemon = Daemon::start_with(programs, &shipped("demo.toml")?)?;
+        programs.scenario(&daemon, file, &mut rows)?;
+        finish(daemon, &mut rows)?;
+    }
+    if acts != Acts::First {
+        second_act(programs, &mut rows, |daemon| {
+            let [a, b] = act2::TENANTS.map(|tenant| Actor::in_process(programs, daemon, tenant));
+            Ok([a?, b?])
+        })?;
+    }
+    Ok(rows)
+}
+
+/// Has actors play the second act.
+fn second_act(
+    programs: &Programs,
+    rows: &mut Rows<'_>,
+    actors: impl FnOnce(&Daemon) -> Result<[Actor; 2]>,
+) -> Result<()> {
+    let config = shipped(act2::CONFIG)?;
+    let rate = format!("control_rate = {}\n", act2::CONTROL_RATE);
+    ensure!(config.contains(&rate), "configs/{} does not read {rate:?}", act2::CONFIG);
+    let mut daemon = Daemon::start_with(programs, &config)?;
+    let started = Instant::now();
+    let played = actors(&daemon).and_then(|[mut a, mut b]| {
+        act2::play(&mut daemon, &mut a, &mut b, rows)?;
+        for actor in [a, b] {
+            let tenant = actor.tenant.clone();
+            let complaints = actor.end()?;
+            rows.add(Row::new(format!("tenants/{tenant}-ends-without-complaints"), "", complaints.join("; ")));
+        }
+        Ok(())
+    });
+    broker::judge(programs, rows)?;
+    played.with_context(|| format!("peergated's log:\n{}", daemon.log().join("\n")))?;
+    eprintln!("the second act took {:.1} s", started.elapsed().as_secs_f64());
+    for row in daemon.stop()? {
+        rows.add(Row { name: format!("tenants/{}", row.name), ..row });
+    }
+    Ok(())
 }
 
 /// A configuration of `configs/`.
@@ -89,10 +164,8 @@ fn shipped(name: &str) -> Result<String> {
 }
 
 /// The operator's side, and the end of the daemon.
-fn finish<'r>(daemon: Daemon, mut rows: Rows<'r>) -> Result<Rows<'r>> {
-    operator::judge(&daemon, &mut rows)?;
-    for row in daemon.stop()? {
-        rows.add(row);
-    }
-    Ok(rows)
+fn finish(daemon: Daemon, rows: &mut Rows<'_>) -> Result<()> {
+    operator::judge(&daemon, rows)?;
+    daemon.stop()?.into_iter().for_each(|row| rows.add(row));
+    Ok(())
 }

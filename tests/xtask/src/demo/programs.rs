@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-use super::Rows;
 use super::daemon::Daemon;
+use super::{Rows, TENANT};
 use crate::kit::Kit;
 use crate::work::{cargo, checkout, must};
 
@@ -79,7 +79,7 @@ impl Programs {
     /// When it does not run to its end.
     pub fn scenario(&self, daemon: &Daemon, file: Option<&Path>, rows: &mut Rows) -> Result<()> {
         let mut command = self.command("pgctl-no-vm");
-        command.arg("--device").arg(daemon.tenant_socket()).args(["--json", "selftest"]);
+        command.arg("--device").arg(daemon.tenant_socket(TENANT)).args(["--json", "selftest"]);
         if let Some(file) = file {
             command.arg("--file").arg(file);
         }

@@ -160,18 +160,14 @@ impl Guest {
         let left = self.timeout.saturating_sub(self.started.elapsed());
         match self.lines.recv_timeout(left) {
             Ok(said) => {
-                let (Said::Guest(line) | Said::Qemu(line)) = &said;
-                self.tail.push_back(line.clone());
-                if self.tail.len() > TAIL {
-                    self.tail.pop_front();
-                }
+                self.keep(&said);
                 Ok(Some(said))
             }
             Err(RecvTimeoutError::Disconnected) => Ok(None),
             Err(RecvTimeoutError::Timeout) => bail!(
                 "The guest did not power off in {:.0} s; its last lines:\n{}",
                 self.timeout.as_secs_f64(),
-                self.last_lines()
+                self.tail()
             ),
         }
     }
@@ -190,7 +186,7 @@ impl Guest {
         while self.said()?.is_some() {}
         let status = self.child.wait().context("Cannot wait for QEMU")?;
         if !status.success() {
-            bail!("QEMU failed ({status}); the last lines:\n{}", self.last_lines());
+            bail!("QEMU failed ({status}); the last lines:\n{}", self.tail());
         }
         Ok(Outcome { status: Some(status), wall: self.started.elapsed() })
     }
@@ -201,7 +197,23 @@ impl Guest {
         Outcome { status: None, wall: self.started.elapsed() }
     }
 
-    fn last_lines(&self) -> String {
+    /// The last lines that it has said by now.
+    pub fn last_lines(&mut self) -> String {
+        while let Ok(said) = self.lines.try_recv() {
+            self.keep(&said);
+        }
+        self.tail()
+    }
+
+    fn keep(&mut self, said: &Said) {
+        let (Said::Guest(line) | Said::Qemu(line)) = said;
+        self.tail.push_back(line.clone());
+        if self.tail.len() > TAIL {
+            self.tail.pop_front();
+        }
+    }
+
+    fn tail(&self) -> String {
         self.tail.iter().map(|line| format!("  {line}")).collect::<Vec<_>>().join("\n")
     }
 }
