@@ -15,6 +15,7 @@ use hw_host::{HostEngine, HostMemory};
 use iommu_addr::EndpointId;
 use rustix::fs::SealFlags;
 use tempfile::TempDir;
+pub use vdev_device::JournalWords;
 use vdev_device::{Counter, Device, DeviceSpec, FaultRecord, Gauge, Limits, Observer, Reach};
 use vmm_vhost_user::{Options, ServeError, ThreadClass, UnsealedPolicy};
 
@@ -24,7 +25,7 @@ use crate::ram::memory_file;
 const FAULTS: usize = 1 << 16;
 
 /// How the device is made.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct RigOptions {
     /// Its endpoints.
     pub endpoints: Vec<EndpointSpec>,
@@ -36,6 +37,19 @@ pub struct RigOptions {
     pub submit_queues: u16,
     /// What becomes of guest memory that is not sealed.
     pub unsealed_memory: UnsealedPolicy,
+    /// Number of the session that HELLO begins.
+    pub session: u32,
+    /// What an earlier device may have left, and this one leaves.
+    pub journal: Option<JournalWords>,
+}
+
+impl std::fmt::Debug for RigOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RigOptions")
+            .field("endpoints", &self.endpoints)
+            .field("session", &self.session)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Default for RigOptions {
@@ -47,6 +61,8 @@ impl Default for RigOptions {
             reach: Reach::all(),
             submit_queues: 1,
             unsealed_memory: UnsealedPolicy::Refuse,
+            session: 1,
+            journal: None,
         }
     }
 }
@@ -131,7 +147,7 @@ pub fn host_device(options: &RigOptions, observer: Arc<dyn Observer>) -> Result<
         endpoints: options.endpoints.clone(),
         limits: options.limits.clone(),
         reach: options.reach.clone(),
-        session: 1,
+        session: options.session,
         submit_queues: options.submit_queues,
     };
     let device = Device::new(spec, engine, Arc::clone(&memory) as Arc<dyn RamMap>, observer)?;
@@ -158,7 +174,7 @@ impl Rig {
         let listener = UnixListener::bind(dir.path().join("sock"))?;
         let recorder = Arc::new(Recorder::default());
         let (device, memory) = host_device(options, Arc::clone(&recorder) as Arc<dyn Observer>)?;
-        let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook, ..Options::default() };
+        let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook, journal: options.journal.clone() };
         let session = std::thread::Builder::new()
             .name("rig".into())
             .spawn(move || vmm_vhost_user::serve(listener.into(), device, memory, &serve, || {}))?;

@@ -112,11 +112,14 @@ impl Keeper {
     }
 
     /// Waits, for `timeout` or for ever, until there is something to do or `caller` can be read; does what there is. To be followed by
-    /// [`Keeper::events`]: nothing of a VMM is forwarded in the turn in which it connects.
+    /// [`Keeper::events`]: nothing of a VMM is forwarded in the turn in which it connects, and there is no turn while an event is not told.
     ///
     /// # Errors
     /// The keeper cannot go on.
     pub fn turn(&mut self, caller: Option<BorrowedFd<'_>>, timeout: Option<&Timespec>) -> io::Result<Turn> {
+        if !self.events.is_empty() {
+            return Ok(Turn { told: false, busy: true });
+        }
         let ready = self.wait(caller, timeout)?;
         if ready.vmm.intersects(GONE) {
             self.drop_vmm("it has gone");

@@ -342,6 +342,21 @@ fn a_vmm_is_given_up_when_no_worker_can_take_over() {
 }
 
 #[test]
+fn what_happens_while_a_worker_is_added_is_told_before_anything_else() {
+    let (mut bed, _vmm, worker) = Bed::connected();
+    drop(worker);
+    bed.settle();
+    for session in 2..2 + MAX_FAILURES {
+        let (theirs, ours) = UnixStream::pair().unwrap();
+        drop(ours);
+        bed.keeper.add_worker(theirs.into(), session, false);
+    }
+    // Nothing will ever be ready.
+    assert!(bed.keeper.turn(None, None).unwrap().busy);
+    assert!(matches!(bed.keeper.events()[..], [Event::GaveUp { .. }, Event::Disconnected]));
+}
+
+#[test]
 fn a_vmm_that_does_not_read_is_not_read_for_ever() {
     let (mut bed, mut vmm, mut worker) = Bed::connected();
     set_socket_send_buffer_size(&worker.socket, 8192).unwrap();
