@@ -5,7 +5,7 @@
 //! Not here: what tenants do with their memory.
 
 use std::os::fd::OwnedFd;
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -69,8 +69,10 @@ impl Broker {
     fn start(programs: &Programs) -> Result<Self> {
         let (channel, theirs) = Channel::pair()?;
         set_socket_timeout(&channel, Timeout::Recv, Some(PATIENCE)).context("Cannot bound the wait for a broker")?;
-        let mut command = programs.command("peergated");
-        command.args(["broker", "--parent", &std::process::id().to_string(), "--seccomp", "enforce", "--log", "error"]);
+        // A role runs only where it ends together with who started it.
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL"]).arg(programs.path("peergated")).arg("broker");
+        command.args(["--seccomp", "enforce", "--namespaces", "off", "--landlock", "off", "--log", "error"]);
         let child = command.stdin(Stdio::from(theirs.into_fd())).stdout(Stdio::null()).spawn();
         Ok(Self { child: child.context("Cannot start a broker")?, channel })
     }
