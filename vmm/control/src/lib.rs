@@ -22,6 +22,7 @@ mod change;
 mod client;
 mod connection;
 mod message;
+mod sandbox;
 mod socket;
 
 pub use change::{ChangeInfo, ChangesReply, Consent, DrainReply, DrainState, Edit, Effect, KeyInfo, NewSlice, Scalar};
@@ -30,6 +31,9 @@ pub use connection::{Connection, Interest};
 pub use message::{
     DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, FaultInfo, FaultTotals, FaultsReply,
     MappingInfo, Party, Reply, Request, StatusReply, TenantInfo, TenantState, TenantStatus, TenantsReply, VERSION,
+};
+pub use sandbox::{
+    Capabilities, ConfiguredFences, Namespace, ProcessSandbox, ResourceLimits, Role, Root, SandboxReply, ThreadSandbox,
 };
 pub use socket::{ListenError, SocketFile, listen};
 

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::sandbox::SandboxReply;
 use crate::{ChangesReply, Consent, DrainReply, DrainState, Edit};
 
 /// Version of the messages.
@@ -18,6 +19,8 @@ pub const VERSION: u32 = 1;
 pub enum Request {
     /// How the daemon and each tenant are doing.
     Status,
+    /// How each process is fenced in.
+    Sandbox,
     /// How each tenant is set up.
     Tenants,
     /// The slices of devices that tenants have.
@@ -68,6 +71,8 @@ pub enum Request {
 pub enum Reply {
     /// To [`Request::Status`].
     Status(StatusReply),
+    /// To [`Request::Sandbox`].
+    Sandbox(SandboxReply),
     /// To [`Request::Tenants`].
     Tenants(TenantsReply),
     /// To [`Request::Endpoints`].

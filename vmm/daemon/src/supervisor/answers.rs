@@ -14,6 +14,7 @@ use vmm_control::{
 use super::Supervisor;
 use super::child::Child;
 use super::faults::{self, Source};
+use super::inspect;
 use super::tenant::Tenant;
 use crate::config::{Config, TenantConfig};
 
@@ -35,6 +36,7 @@ pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
             },
             tenants: tenants.iter().map(status).collect(),
         }),
+        Request::Sandbox => Reply::Sandbox(inspect::inspect(supervisor)),
         Request::Tenants => Reply::Tenants(TenantsReply { tenants: config.tenants.iter().map(tenant_info).collect() }),
         Request::Endpoints => {
             let endpoints = config.tenants.iter().flat_map(|tenant| endpoints(config, tenant)).collect();

@@ -4,9 +4,11 @@
 //! the process. Not here: what messages mean.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use vmm_broker::{Channel, Message};
 
 use super::process::{Process, Starter};
@@ -162,4 +164,16 @@ impl Child {
     pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
         self.process.ended()
     }
+}
+
+/// Why a process ended, for the log: what it said itself, quoted because whoever wrote it may be hostile, and what its end hints at.
+pub(crate) fn why(reason: Option<&str>, status: ExitStatus) -> (String, &'static str) {
+    let hint = match status.signal().and_then(Signal::from_named_raw) {
+        Some(Signal::BUS) => "; the VMM has probably truncated its guest's memory",
+        Some(Signal::SYS) => "; it made a system call that is on no list, see the kernel's audit log",
+        // The kernel lets the first process of a namespace not abort.
+        Some(Signal::SEGV) => "; a process that gave itself up ends so, too, see its last line",
+        _ => "",
+    };
+    (reason.map(|reason| format!(", because {reason:?}")).unwrap_or_default(), hint)
 }

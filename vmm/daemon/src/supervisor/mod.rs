@@ -15,6 +15,7 @@ mod change;
 mod child;
 mod clients;
 mod faults;
+mod inspect;
 mod process;
 mod runtime_dir;
 mod tenant;
@@ -23,8 +24,6 @@ mod waiting;
 use std::cell::Cell;
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::ExitStatusExt;
-use std::process::ExitStatus;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
@@ -41,7 +40,7 @@ use vmm_sandbox::{Class, Sandbox, Signals};
 use crate::config::Config;
 use crate::config::store::Store;
 use broker::Broker;
-use child::Heard;
+use child::{Heard, why};
 use clients::Clients;
 use process::Starter;
 use runtime_dir::RuntimeDir;
@@ -437,14 +436,4 @@ impl MutEventSubscriber for Supervisor {
         }
         self.tend(ops);
     }
-}
-
-/// Why a process ended, for the log: what it said itself, quoted because whoever wrote it may be hostile, and what its end hints at.
-fn why(reason: Option<&str>, status: ExitStatus) -> (String, &'static str) {
-    let hint = match status.signal().and_then(rustix::process::Signal::from_named_raw) {
-        Some(rustix::process::Signal::BUS) => "; the VMM has probably truncated its guest's memory",
-        Some(rustix::process::Signal::SYS) => "; it made a system call that is on no list, see the kernel's audit log",
-        _ => "",
-    };
-    (reason.map(|reason| format!(", because {reason:?}")).unwrap_or_default(), hint)
 }

@@ -21,7 +21,7 @@ use vmm_broker::{
 use vmm_control::{SocketFile, TenantState};
 
 use super::backoff::Backoff;
-use super::child::{Child, Heard};
+use super::child::{Child, Heard, why};
 use super::process::Starter;
 use crate::config::{Config, SliceConfig, TenantConfig};
 
@@ -382,7 +382,7 @@ impl Tenant {
             Stage::Pause { until } => until.saturating_duration_since(Instant::now()).as_millis(),
             _ => 0,
         };
-        let (reason, hint) = super::why(reason, status);
+        let (reason, hint) = why(reason, status);
         tracing::error!(tenant, session, pause_ms, "The worker has failed: {status}{reason}{hint}");
     }
 

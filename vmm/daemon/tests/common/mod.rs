@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -66,6 +67,23 @@ impl Daemon {
         Self::start_in(dir)
     }
 
+    /// Starts a daemon as an ordinary user, who has what an operator hands over: the program, a configuration to read, and a directory for
+    /// the sockets.
+    pub(crate) fn start_as(user: u32) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let program = dir.path().join("peergated");
+        fs::copy(env!("CARGO_BIN_EXE_peergated"), &program).unwrap();
+        write_config(dir.path(), "", CONFIG);
+        let run = dir.path().join("run");
+        fs::create_dir(&run).unwrap();
+        chown(&run, Some(user), Some(user)).unwrap();
+        let mut command = Command::new(program);
+        command.arg("--config").arg(dir.path().join("config.toml")).stdin(Stdio::null()).uid(user).gid(user);
+        let log = fs::File::create(dir.path().join("log")).unwrap();
+        Self::run(dir, command, log)
+    }
+
     /// Starts a daemon on a directory that has its configuration.
     pub(crate) fn start_in(dir: TempDir) -> Self {
         let log = fs::File::options().create(true).append(true).open(dir.path().join("log")).unwrap();
@@ -74,7 +92,12 @@ impl Daemon {
 
     /// The same with its standard error elsewhere.
     pub(crate) fn start_logging_to(dir: TempDir, log: impl Into<Stdio>) -> Self {
-        let child = peergated(dir.path()).stdout(Stdio::null()).stderr(log).process_group(0).spawn().unwrap();
+        let command = peergated(dir.path());
+        Self::run(dir, command, log)
+    }
+
+    fn run(dir: TempDir, mut command: Command, log: impl Into<Stdio>) -> Self {
+        let child = command.stdout(Stdio::null()).stderr(log).process_group(0).spawn().unwrap();
         let daemon = Self { dir, child };
         daemon.wait_for(|status| status.tenants.iter().all(|tenant| tenant.state == TenantState::Waiting));
         daemon
