@@ -10,7 +10,7 @@ use hw_engine::{
 };
 
 /// Longest transfer in bytes, so that no call holds its thread for long.
-const MAX_TRANSFER: u64 = 1 << 20;
+const MAX_TRANSFER: u64 = 256 << 10;
 
 /// Transfers that may be between `submit` and its answer. Any number would do: none is ever held.
 const QUEUE_DEPTH: usize = 1024;

@@ -17,8 +17,11 @@ use crate::traffic::Trip;
 use crate::worker::{Core, Worker};
 use crate::{Clock, ConfigError, SimConfig, SimEndpoint};
 
-/// Longest transfer in bytes, so that no call holds its thread for long.
+/// Longest transfer in bytes that takes time, and so is moved by the engine's thread.
 const MAX_TRANSFER: u64 = 1 << 20;
+
+/// Longest transfer where none takes time: each holds its caller's thread until it is over.
+const MAX_INSTANT: u64 = 256 << 10;
 
 /// Most bytes that are moved on the caller's thread though their end is due later.
 const SMALL: u64 = 16 << 10;
@@ -123,7 +126,8 @@ fn written(work: &Work) -> &[Segment] {
 
 impl DmaEngine for SimEngine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: self.core.depth }
+        let max_transfer = if self.core.fabric.is_instant() { MAX_INSTANT } else { MAX_TRANSFER };
+        EngineCaps { max_transfer, queue_depth: self.core.depth }
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

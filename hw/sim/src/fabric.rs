@@ -31,6 +31,15 @@ impl Fabric {
         Ok(Self { endpoints: config.endpoints.clone(), linked, ledger })
     }
 
+    /// Whether no transfer takes any time.
+    pub(crate) fn is_instant(&self) -> bool {
+        let is_instant = |endpoint: &SimEndpoint| {
+            let link = endpoint.link.and_then(|link| self.ledger.piece(link));
+            endpoint.latency.is_zero() && link.is_none()
+        };
+        self.endpoints.iter().all(is_instant)
+    }
+
     pub(crate) fn endpoint(&self, id: EndpointId) -> Option<&SimEndpoint> {
         self.endpoints.iter().find(|endpoint| endpoint.spec.id == id)
     }

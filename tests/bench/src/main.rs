@@ -13,6 +13,7 @@
 mod control;
 mod cpu;
 mod device;
+mod fairness;
 mod iommu;
 mod report;
 mod restart;
@@ -45,6 +46,7 @@ fn main() -> anyhow::Result<()> {
     iommu::run(&mut report)?;
     control::run(&mut report)?;
     device::run(&mut report)?;
+    fairness::run(&mut report)?;
     restart::run(&mut report)?;
     report.finish();
     Ok(())

@@ -56,6 +56,11 @@ impl Report {
         self.samples
     }
 
+    /// How long a sample is to last.
+    pub(crate) fn length(&self) -> Duration {
+        self.sample
+    }
+
     /// Measures how often a second `work` gets something done; it answers how often it did. `cpu` is the time that the threads which do it
     /// have had a CPU so far.
     pub(crate) fn rate(

@@ -212,7 +212,7 @@ impl Device {
     }
 
     /// One bounded turn of a queue, on that queue's own thread: after a kick, and again at once while it answers true. Blocks on nothing but
-    /// short locks; an engine that executes at once moves at most a few MiB here.
+    /// short locks; an engine that executes at once moves at most a few hundred KiB here.
     pub fn drain(&self, index: u16) -> bool {
         let Some(queue) = self.queues.get(usize::from(index)) else { return false };
         let mut state = lock(&queue.state);

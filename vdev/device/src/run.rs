@@ -268,7 +268,7 @@ impl Device {
         }
     }
 
-    fn put_back(&self, turn: &mut Turn, domain: &Arc<Domain>, key: StreamKey, op: Op) {
+    pub(crate) fn put_back(&self, turn: &mut Turn, domain: &Arc<Domain>, key: StreamKey, op: Op) {
         let deadline = op.deadline;
         lock(&domain.streams).put_back(key, op);
         turn.wake |= self.flights.watch(deadline);

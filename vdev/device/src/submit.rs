@@ -28,15 +28,13 @@ use crate::queue::{Area, Popped, Records, Visit};
 use crate::run::{Fresh, Went};
 use crate::streams::{Claim, Next};
 use crate::sync::lock;
-use crate::turn::Turn;
+use crate::turn::{BYTES, Turn};
 use crate::work::{BadBatch, Batch, Tag, Work, parse_batch, parse_work};
 
 /// Chains of one turn.
 const CHAINS: u64 = 32;
 /// Work descriptors of one turn beyond which no further chain is taken.
 const WORKS: usize = 256;
-/// Bytes moved after which records are written before more work is run.
-const FLUSH: u64 = 256 << 10;
 /// Steps on streams that wait, before new chains are taken.
 const STEPS: usize = 64;
 
@@ -93,6 +91,7 @@ impl Device {
     pub(crate) fn submit_turn(&self, port: &Arc<Port>, state: &mut Submission) -> bool {
         state.turn.begin();
         self.run_ready(&mut state.turn, STEPS);
+        state.turn.renew();
         let may_have_more = self.take_chains(port, state);
         let Submission { turn, chains, works, records, .. } = state;
         let (mut flushed, mut moved) = (0, 0_u64);
@@ -102,7 +101,7 @@ impl Device {
             self.run_chain(turn, &mut Run { port, taken, works, records });
             let bytes = records.get(range).unwrap_or_default().iter().map(|record| record.bytes.get());
             moved = moved.saturating_add(bytes.sum());
-            if moved >= FLUSH {
+            if moved >= BYTES {
                 let done = next.saturating_add(1);
                 write_back(port, chains.get_mut(flushed..done).unwrap_or_default(), records);
                 (flushed, moved) = (done, 0);
@@ -123,16 +122,22 @@ impl Device {
             return false;
         }
         let mut more = false;
-        let mut taken = 0_u64;
+        let (mut taken, mut bytes) = (0_u64, 0_u64);
         port.access(|queue, mem| {
             let mut used = false;
             let _ = queue.disable_notification(mem);
             let mut visit = Visit::new(queue, mem);
             let mut refused = 0_usize;
-            while taken < CHAINS && state.works.len().saturating_add(refused) < WORKS {
+            while taken < CHAINS && state.works.len().saturating_add(refused) < WORKS && bytes < BYTES {
                 let Some(popped) = port.pop(queue, &mut visit) else { break };
                 taken = taken.saturating_add(1);
-                let Err(bad) = self.parse_chain(mem, &popped, state) else { continue };
+                let before = state.works.len();
+                let Err(bad) = self.parse_chain(mem, &popped, state) else {
+                    let works = state.works.get(before..).unwrap_or_default();
+                    let asked = works.iter().map(|(_, work)| work.map_or(0, |work| work.operation.len()));
+                    bytes = asked.fold(bytes, u64::saturating_add);
+                    continue;
+                };
                 refused = refused.saturating_add(usize::from(bad.records));
                 state.turn.tally.add(Counter::MalformedChains, 1);
                 self.log_malformed(port, state.turn.now, &bad.error);
@@ -228,6 +233,7 @@ impl Device {
                 if domain.is_closing() { Claim::Failed } else { streams.claim(key, self.limits.max_streams.count()) }
             };
             match claim {
+                Claim::Yours if turn.is_spent() => self.defer(turn, domain, key, &mut left, run, credit),
                 Claim::Yours => self.run_claimed(turn, domain, key, &mut left, run, credit),
                 Claim::Busy => {
                     drop(credit);
@@ -280,6 +286,24 @@ impl Device {
         if next == Next::More {
             self.ready.push(domain, key);
         }
+    }
+
+    /// Leaves work of a stream whose turn is ours to a later turn, in which other streams have theirs, too.
+    fn defer(
+        &self,
+        turn: &mut Turn,
+        domain: &Arc<Domain>,
+        key: StreamKey,
+        left: &mut Range<usize>,
+        run: &mut Run<'_>,
+        credit: Credit,
+    ) {
+        if let Some(index) = left.next() {
+            let op = self.op(turn, index, run, credit);
+            self.put_back(turn, domain, key, op);
+            self.queue_all(turn, domain, key, left, run);
+        }
+        self.ready.push(domain, key);
     }
 
     /// Queues work behind what its stream has, as far as credits go, and refuses the rest. Does nothing if nobody owns the stream's turn any

@@ -16,8 +16,8 @@ use crate::domain::Domain;
 use crate::flight::Flight;
 use crate::observer::Tally;
 
-/// Bytes that a turn may move itself before others get theirs.
-const BYTES: u64 = 4 << 20;
+/// Bytes that a turn may move itself before others get theirs: some tens of microseconds.
+pub(crate) const BYTES: u64 = 256 << 10;
 
 /// State of one thread's turns.
 pub(crate) struct Turn {
@@ -62,6 +62,11 @@ impl Turn {
     /// A turn begins.
     pub(crate) fn begin(&mut self) {
         self.now = Instant::now();
+        self.budget = BYTES;
+    }
+
+    /// What comes next may move as much again.
+    pub(crate) fn renew(&mut self) {
         self.budget = BYTES;
     }
 

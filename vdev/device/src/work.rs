@@ -44,6 +44,16 @@ pub enum Operation {
     Fence,
 }
 
+impl Operation {
+    /// Bytes to write.
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Self::Copy { dst, .. } | Self::Fill { dst, .. } => dst.len().unwrap_or(u64::MAX),
+            Self::Fence => 0,
+        }
+    }
+}
+
 /// What of a descriptor is needed whether it is in order or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag {

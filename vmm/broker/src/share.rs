@@ -38,9 +38,9 @@ const MOST_PIECE: u64 = 64 << 10;
 /// How long a direction is idle before it is not left to those whose turn it is.
 const GRACE: u64 = 250 * MICRO;
 /// How much late drawers catch up, and others stay behind for having gone ahead of them.
-const LATE: u64 = 2_000 * MICRO;
+const LATE: u64 = 20_000 * MICRO;
 /// How long after the time at which he is to come back a drawer still counts.
-const LEASE: u64 = 2_000 * MICRO;
+const LEASE: u64 = 20_000 * MICRO;
 /// Between two looks, at least.
 const STEP: u64 = 5 * MICRO;
 /// Longest time that a drawer waits for others, whatever they say.
@@ -164,7 +164,9 @@ impl<'a> Way<'a> {
             let time = lead * u128::from(weight) / u128::from(MAX_WEIGHT);
             look.behind = look.behind.saturating_add(u64::try_from(time).unwrap_or(u64::MAX));
         }
-        let is_mine = look.least.is_none_or(|least| mine <= least.saturating_add(slack));
+        // One that comes anew and owes nothing is not kept waiting by those that are late.
+        let is_due = drawer.fresh > 0 && mine <= 0;
+        let is_mine = is_due || look.least.is_none_or(|least| mine <= least.saturating_add(slack));
         let patient = drawer.since.is_none_or(|since| now.saturating_sub(since) < LONGEST_WAIT);
         look.later = self.later(&look, drawer.fresh > 0, is_mine, now).filter(|_| patient);
         drawer.look = look;

@@ -158,13 +158,15 @@ const WHOLE: f64 = 0.9995;
 #[test]
 fn equal_tenants_get_equal_shares_whatever_they_move() {
     for count in [2, 8] {
-        for late in [0, 20, 100] {
+        for late in [0, 100, 4000] {
             let habits: Vec<_> =
                 (0..count).map(|n| Habit { late: late * MICRO, ..Habit::flood(MIXES[n % MIXES.len()]) }).collect();
             let tenants = run(&habits, 100 * MILLI);
             let (fair, used) = (jain(&moved(&tenants)), used(&tenants, 100 * MILLI));
-            assert!(fair > 0.999, "{count} tenants, {late} us late: {fair}");
-            assert!(used > WHOLE, "{count} tenants, {late} us late: {used}");
+            // Who is very late has had its share only in the long run.
+            let (least, whole) = if late < 1000 { (0.999, WHOLE) } else { (0.98, 0.98) };
+            assert!(fair > least, "{count} tenants, {late} us late: {fair}");
+            assert!(used > whole, "{count} tenants, {late} us late: {used}");
         }
     }
 }

@@ -1,0 +1,96 @@
+//! How much one turn moves, and who waits for it: large copies at memory speed beside small ones. Counted in bytes, not in time.
+#![allow(clippy::unwrap_used, clippy::arithmetic_side_effects, clippy::cast_possible_truncation, reason = "tests")]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::*;
+use hw_engine::{Work, total_len};
+use hw_host::HostEngine;
+use vdev_wire::WorkDescriptor;
+
+const KIB: u64 = 1 << 10;
+/// As the engines that execute at once have it.
+const PIECE: u64 = 256 * KIB;
+/// What a turn may move of work that waited, and again of work that has just come: each goes on until it has moved a piece.
+const MOST: u64 = 4 * PIECE;
+const LARGE: u64 = 1 << 20;
+
+fn bed() -> Bed {
+    Bed::build(spec(), |memory| Arc::new(HostEngine::new(memory)), PIECE).prepared()
+}
+
+fn large(stream: u32) -> WorkDescriptor {
+    fill(IOVA + DATA, LARGE, 0).stream(stream)
+}
+
+fn small(stream: u32) -> WorkDescriptor {
+    fill(IOVA + DATA, 64, 0).stream(stream)
+}
+
+/// One turn of a queue: bytes that it moved.
+fn turn(bed: &Bed, queue: u16) -> u64 {
+    let before = bed.engine.state.lock().unwrap().seen.len();
+    bed.device.drain(queue);
+    let state = bed.engine.state.lock().unwrap();
+    let len = |work: &Work| if let Work::Fill { dst, .. } = work { total_len(dst) } else { 0 };
+    state.seen[before..].iter().map(|transfer| len(&transfer.work)).sum()
+}
+
+#[test]
+fn a_turn_moves_little_however_much_there_is() {
+    let mut bed = bed();
+    let works: Vec<_> = (0..60).map(large).collect();
+    let batches = [bed.submit(1, &works[..30]), bed.submit(1, &works[30..])];
+    let mut moved = 0;
+    while moved < 60 * LARGE {
+        let one = turn(&bed, 2);
+        assert!(one > 0 && one <= MOST, "{one}");
+        moved += one;
+    }
+    assert!(batches.into_iter().all(|batch| bed.is_used(batch)));
+}
+
+#[test]
+fn small_work_on_the_same_queue_waits_for_a_piece_of_each_large_one() {
+    let mut bed = bed();
+    let first: Vec<_> = (0..8).map(large).collect();
+    bed.submit(1, &first);
+    turn(&bed, 2);
+    let little = bed.submit(1, &[small(9)]);
+    let mut moved = 0;
+    while !bed.is_used(little) {
+        let one = turn(&bed, 2);
+        assert!(one > 0);
+        moved += one;
+    }
+    assert!(moved <= 8 * PIECE + MOST, "{moved} of {} came first", 8 * LARGE);
+}
+
+#[test]
+fn small_work_on_another_queue_waits_for_no_turn_of_this_one() {
+    let mut bed = bed();
+    let works: Vec<_> = (0..8).map(large).collect();
+    bed.submit(1, &works);
+    turn(&bed, 2);
+    let little = bed.submit_on(3, 1, &[small(9)]);
+    let moved = turn(&bed, 3);
+    assert!(bed.is_used(little), "within its queue's next turn");
+    assert!(moved <= MOST, "{moved}");
+}
+
+#[test]
+fn what_is_put_off_keeps_its_order_and_its_end() {
+    let mut bed = bed();
+    // All budget goes to the first; the others are put off, two of them in one stream.
+    let works = [large(1), large(2), small(3), small(3), fill(0x5000, 64, 0).stream(4), small(4), small(5)];
+    let batch = bed.submit(1, &works);
+    turn(&bed, 2);
+    assert_eq!(bed.statuses(batch)[3], None);
+    bed.drain();
+    use vdev_wire::Status::{Cancelled, Fault, Ok};
+    let ends: Vec<_> = bed.statuses(batch).into_iter().map(Option::unwrap).collect();
+    assert_eq!(ends, [Ok, Ok, Ok, Ok, Fault, Cancelled, Ok]);
+    assert!(bed.is_used(batch));
+}
