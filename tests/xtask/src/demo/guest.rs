@@ -24,6 +24,9 @@ use crate::kit::Kit;
 pub(super) const DEBUG_IS_SLOWER: u32 = 10;
 pub(super) const DEBUG_MEMORY_MIB: u32 = 1024;
 
+/// How often a test guest's worker is ended.
+const LOSSES: u32 = 3;
+
 /// What a guest is to do.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -46,7 +49,7 @@ impl Plan {
     /// The scenario, then the driver's own tests.
     #[must_use]
     pub fn tests(file: PathBuf) -> Self {
-        Self { driver_tests: true, losses: 0, timeout: Duration::from_secs(600), ..Self::demo(file) }
+        Self { driver_tests: true, losses: LOSSES, timeout: Duration::from_secs(600), ..Self::demo(file) }
     }
 }
 
