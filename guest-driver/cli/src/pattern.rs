@@ -90,7 +90,7 @@ impl<R: Read> Write for Compare<R> {
     }
 }
 
-/// A 64-bit hash of what is written, in pieces of any size: words of eight bytes, chained by [`mix`], the length last. It tells bytes that
+/// A 64-bit hash of what is written, in pieces of any size: words of eight bytes, chained by splitmix64, the length last. It tells bytes that
 /// went astray, not bytes that somebody chose to deceive.
 #[derive(Clone, Debug, Default)]
 pub struct Digest {
