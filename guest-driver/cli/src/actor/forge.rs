@@ -7,7 +7,7 @@
 
 use anyhow::{Context, Result};
 use peergate_guest::uapi::Work;
-use peergate_guest::{Access, FaultReason, Notice, Session};
+use peergate_guest::{Access, FaultReason, Notice, Session, Status};
 use serde_json::{Value, json};
 
 use super::{Foreign, Open, PAGE, Stage};
@@ -20,7 +20,13 @@ pub(super) fn forge(stage: Stage<'_>, open: &Open, kind: Foreign, number: u64) -
         Foreign::Endpoint => endpoint(&session, open, u32::try_from(number).context("An endpoint has 32 bits")?)?,
         Foreign::Handle => {
             let status = status_of(session.channel().free(number))?;
-            format!("FREE {status}, {}", event(&session, |notice| notice.value == number)?)
+            // One that was freed raises no event to wait for.
+            let event = if status == Status::Ok.name() {
+                "no event".into()
+            } else {
+                event(&session, |notice| notice.value == number)?
+            };
+            format!("FREE {status}, {event}")
         }
         Foreign::Address => {
             let work = session.stream().by(open.gpu.number).fill_work(number, 0, 8);
@@ -70,7 +76,7 @@ fn refused(session: &Session, work: Work, at: u64) -> Result<String> {
 }
 
 fn event(session: &Session, wanted: impl Fn(&Notice) -> bool) -> Result<String> {
-    let notice = fault(session, wanted)?.context("No fault event came")?;
+    let Some(notice) = fault(session, wanted)? else { return Ok("no event".to_owned()) };
     let owner = notice.owner.map_or_else(|| "nobody".to_owned(), |owner| owner.to_string());
     Ok(format!("event {} owner {owner}", notice.reason.map_or("?", FaultReason::name)))
 }

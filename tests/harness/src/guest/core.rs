@@ -22,8 +22,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 use super::channel::{DomainChannel, Inbox, system};
 use super::control::{Control, Reply, exchange, request};
 use super::events::{EventQueue, guest_event};
+use super::options::DriverOptions;
 use super::submit::SubmitQueue;
-use crate::frontend::{EVENT_IDX, FrontEnd, INDIRECT_DESC, VERSION_1, make_queues};
+use crate::frontend::{FrontEnd, make_queues};
 use crate::ram::{GuestRam, PAGE, Pages};
 use crate::virtqueue::Virtqueue;
 
@@ -31,33 +32,6 @@ use crate::virtqueue::Virtqueue;
 const CONFIG_CHANGE: [u8; 4] = [2, 0, 0, 0];
 /// Endpoints that an answer to PROBE has room for.
 const MAX_ENDPOINTS: usize = 64;
-
-/// How the guest behaves.
-#[derive(Clone, Copy, Debug)]
-pub struct DriverOptions {
-    /// Bytes of guest memory.
-    pub ram: u64,
-    /// Entries of each queue.
-    pub queue_size: u16,
-    /// Feature bits to accept.
-    pub features: u64,
-    /// Look for completions instead of being interrupted.
-    pub polling: bool,
-    /// Longest run of guest pages behind a mapping, in bytes: shorter runs make MAP carry more segments.
-    pub longest_run: u64,
-}
-
-impl Default for DriverOptions {
-    fn default() -> Self {
-        Self {
-            ram: 256 << 20,
-            queue_size: 256,
-            features: VERSION_1 | EVENT_IDX | INDIRECT_DESC,
-            polling: false,
-            longest_run: 8 << 20,
-        }
-    }
-}
 
 /// The guest's driver. Dropping it (with every channel) hangs up.
 #[derive(Debug)]

@@ -10,7 +10,9 @@ mod control;
 mod core;
 mod events;
 mod iova;
+mod options;
 mod submit;
 
-pub use self::core::{DriverOptions, InProcessDriver};
+pub use self::core::InProcessDriver;
 pub use control::{Reply, exchange, request};
+pub use options::DriverOptions;

@@ -18,8 +18,12 @@ use crate::guest::{GuestSpec, Initramfs, boot};
 use crate::kit::Kit;
 
 /// The block device: reads end at once, and nothing is copied.
-const NULL_BLOCK: [&str; 4] =
-    ["-blockdev", "driver=null-co,node-name=null,size=1G,read-zeroes=off", "-device", "virtio-blk-pci,drive=null"];
+const NULL_BLOCK: [&str; 4] = [
+    "-blockdev",
+    "driver=null-co,node-name=null,size=1073741824,read-zeroes=off",
+    "-device",
+    "virtio-blk-pci,drive=null",
+];
 /// Time for everything.
 const PATIENCE: Duration = Duration::from_secs(300);
 
