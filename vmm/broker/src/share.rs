@@ -124,7 +124,9 @@ struct Look {
     least: Option<i64>,
     /// How long the others take until they have had as much.
     behind: u64,
-    /// When to ask again, if it is not its turn.
+    /// Whether it has had no more than its share.
+    has_turn: bool,
+    /// When to ask again, if it may book nothing now.
     later: Option<u64>,
 }
 
@@ -169,6 +171,7 @@ impl<'a> Way<'a> {
         let is_mine = is_due || look.least.is_none_or(|least| mine <= least.saturating_add(slack));
         let patient = drawer.since.is_none_or(|since| now.saturating_sub(since) < LONGEST_WAIT);
         look.later = self.later(&look, drawer.fresh > 0, is_mine, now).filter(|_| patient);
+        look.has_turn = is_mine;
         drawer.look = look;
         free
     }
@@ -208,8 +211,8 @@ impl<'a> Way<'a> {
     pub(crate) fn book(&self, drawer: &mut Drawer, bytes: u64, more: bool, begin: u64, now: u64) -> u64 {
         let look = drawer.look;
         let time = self.rate.time(bytes);
-        // As long as others want the direction it is never idle, whatever they have booked yet.
-        let from = if look.least.is_some() { now.saturating_sub(LATE) } else { begin };
+        // As long as others want the direction it is never idle, whatever they have booked yet. Who goes ahead of them takes none of their time.
+        let from = if look.least.is_some() && look.has_turn { now.saturating_sub(LATE) } else { begin };
         let over = |free: u64| self.rate_limited(free, now).max(from).saturating_add(time);
         let before = self.free.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |free| Some(over(free)));
         // The closure never declines, so both arms hold the word before.

@@ -55,6 +55,8 @@ struct Tenant {
     noise: u64,
     /// Bytes that were through by the end of the run.
     moved: u64,
+    /// When each piece was through, and its bytes.
+    pieces: Vec<(u64, u64)>,
     /// How long each transfer took.
     took: Vec<u64>,
 }
@@ -91,6 +93,7 @@ impl Tenant {
                 Booking::Through(through) => {
                     let through = u64::try_from(through.as_nanos()).unwrap();
                     job.left -= bytes;
+                    self.pieces.push((through, bytes));
                     if through <= end {
                         self.moved += bytes;
                     }
@@ -116,8 +119,8 @@ fn run(habits: &[Habit], time: u64) -> Vec<Tenant> {
         let table = LinkTable::open(first.page().try_clone_to_owned().unwrap(), &[BANDWIDTH], place).unwrap();
         table.set_weight(Some(habit.weight));
         let (jobs, turn, next) = (VecDeque::new(), usize::from(place), START + habit.from);
-        let mut tenant =
-            Tenant { table, habit: habit.clone(), jobs, turn, next, noise: place.into(), moved: 0, took: Vec::new() };
+        let (pieces, took, noise) = (Vec::new(), Vec::new(), place.into());
+        let mut tenant = Tenant { table, habit: habit.clone(), jobs, turn, next, noise, moved: 0, pieces, took };
         for _ in 0..habit.depth {
             let left = tenant.size();
             tenant.jobs.push_back(Job { left, ready: next, since: next });
@@ -234,6 +237,39 @@ fn a_tenant_that_stands_still_holds_nobody_up() {
     assert!(tenants[1].moved < MIB);
     assert!(used(&tenants, 100 * MILLI) > WHOLE - 0.01, "{}", used(&tenants, 100 * MILLI));
     assert!(jain(&[tenants[0].moved, tenants[2].moved]) > 0.99);
+}
+
+/// The most bytes that pieces of a tenant carried within so much time.
+fn most_within(tenant: &Tenant, time: u64) -> u64 {
+    let mut pieces = tenant.pieces.clone();
+    pieces.sort_unstable();
+    let (mut first, mut sum, mut most) = (0, 0, 0);
+    for (through, bytes) in &pieces {
+        sum += bytes;
+        while pieces[first].0 + time <= *through {
+            sum -= pieces[first].1;
+            first += 1;
+        }
+        most = most.max(sum);
+    }
+    most
+}
+
+#[test]
+fn nobody_is_faster_than_the_link_because_another_oversleeps() {
+    let window = 100 * MICRO;
+    // Of the time before, as much counts as a direction may be idle before it is given to whoever is there.
+    let bound = BANDWIDTH * (window + 500 * MICRO) / 1_000_000_000;
+    for late in [300 * MICRO, 5 * MILLI, 30 * MILLI] {
+        for sizes in [&[4 * KIB] as &[_], &[64 * KIB], &[4 * MIB]] {
+            // One comes and goes; the other wants the link and is seldom there to take it.
+            for pause in [0, 2 * MILLI, 10 * MILLI] {
+                let habits = [Habit { pause, ..Habit::flood(sizes) }, Habit { late, ..Habit::flood(&[4 * MIB]) }];
+                let most = most_within(&run(&habits, 200 * MILLI)[0], window);
+                assert!(most <= bound, "{sizes:?}, {late} ns late, pause {pause}: {most} of {bound} bytes");
+            }
+        }
+    }
 }
 
 fn habit() -> impl Strategy<Value = Habit> {
