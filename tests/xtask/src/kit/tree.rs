@@ -264,7 +264,11 @@ pub(super) fn link(target: &str, at: &Path) -> Result<()> {
     if at.symlink_metadata().is_ok() {
         return Ok(());
     }
-    symlink(target, at).with_context(|| format!("Cannot link {}", at.display()))
+    let place = || format!("Cannot link {}", at.display());
+    if let Some(parent) = at.parent() {
+        fs::create_dir_all(parent).with_context(place)?;
+    }
+    symlink(target, at).with_context(place)
 }
 
 pub(super) fn write(root: &Path, at: &str, text: &str, mode: u32) -> Result<()> {
