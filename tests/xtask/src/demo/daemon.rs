@@ -131,14 +131,22 @@ impl Daemon {
         found.cloned().with_context(|| format!("peergate status has no tenant {name}"))
     }
 
+    /// A tenant's worker.
+    ///
+    /// # Errors
+    /// When it has none.
+    pub fn worker(&self, tenant: &str) -> Result<Pid> {
+        let id = self.tenant(tenant)?["worker_pid"].as_u64().and_then(|id| i32::try_from(id).ok());
+        id.and_then(Pid::from_raw).with_context(|| format!("Tenant {tenant} has no worker"))
+    }
+
     /// Kills a tenant's worker.
     ///
     /// # Errors
     /// When it has none.
     pub fn kill_worker(&mut self, tenant: &str) -> Result<()> {
-        let id = self.tenant(tenant)?["worker_pid"].as_u64().and_then(|id| i32::try_from(id).ok());
-        let id = id.and_then(Pid::from_raw).with_context(|| format!("Tenant {tenant} has no worker"))?;
-        kill_process(id, Signal::KILL).with_context(|| format!("Cannot kill tenant {tenant}'s worker"))?;
+        kill_process(self.worker(tenant)?, Signal::KILL)
+            .with_context(|| format!("Cannot kill tenant {tenant}'s worker"))?;
         self.killed += 1;
         Ok(())
     }

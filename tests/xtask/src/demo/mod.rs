@@ -15,6 +15,7 @@ pub mod debug;
 pub mod driver;
 pub mod guest;
 pub mod operator;
+pub mod place;
 pub mod programs;
 pub mod rows;
 pub mod stage;

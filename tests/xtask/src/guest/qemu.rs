@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use rustix::process::Pid;
 use tempfile::NamedTempFile;
 
 use super::accel::{self, Accel};
@@ -172,10 +173,10 @@ impl Guest {
         }
     }
 
-    /// QEMU's process id.
+    /// QEMU's process.
     #[must_use]
-    pub fn pid(&self) -> u32 {
-        self.child.id()
+    pub fn process(&self) -> Pid {
+        Pid::from_child(&self.child)
     }
 
     /// Takes the remaining lines, waits for QEMU's end and checks it.
