@@ -41,6 +41,11 @@ const MOST_THREADS: u64 = 16384;
 /// The beginning of a role. The caller applies its filter of system calls before it looks at anything that somebody else had a hand in.
 pub(crate) fn begin(args: &RoleArgs, needs: Needs) -> anyhow::Result<(Sandbox, Channel)> {
     Signals::unblock().context("Cannot unblock signals")?;
+    if let Err(error) = vmm_sandbox::process::take_short_turns() {
+        tracing::warn!(
+            "Tenants may wait for each other longer than they need: the kernel refuses short turns ({error})"
+        );
+    }
     // Read from the kernel once and then remembered; later there is nothing to read it from.
     let _ = rustix::param::page_size();
     vmm_sandbox::confine(&Confinement {
