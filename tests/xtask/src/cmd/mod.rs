@@ -7,6 +7,7 @@ pub(crate) mod fuzz;
 pub(crate) mod kit;
 pub(crate) mod lint;
 pub(crate) mod mutate;
+mod mutations;
 pub(crate) mod test;
 
 use std::time::Instant;
