@@ -12,18 +12,19 @@
 
 /**
  * pg_find_endpoint() - Find an endpoint by its number.
- * @dev: the device
+ * @session: the session
  * @endpoint: the number
  *
  * Return: the endpoint or NULL.
  */
-static const struct peergate_endpoint *pg_find_endpoint(struct pg_device *dev, u32 endpoint)
+static const struct peergate_endpoint *pg_find_endpoint(const struct pg_session *session,
+							u32 endpoint)
 {
 	unsigned int i;
 
-	for (i = 0; i < dev->endpoint_count; i++)
-		if (dev->endpoints[i].endpoint == endpoint)
-			return &dev->endpoints[i];
+	for (i = 0; i < session->endpoint_count; i++)
+		if (session->endpoints[i].endpoint == endpoint)
+			return &session->endpoints[i];
 	return NULL;
 }
 
@@ -90,7 +91,7 @@ int pg_alloc(struct pg_file *file, void *data)
 	BUILD_BUG_ON(VIRTIO_PEERGATE_ALLOC_REGISTERS != PEERGATE_ALLOC_REGISTERS);
 	if (arg->reserved)
 		return -EINVAL;
-	endpoint = pg_find_endpoint(file->dev, arg->endpoint);
+	endpoint = pg_find_endpoint(file->session, arg->endpoint);
 	if (!endpoint)
 		return -ENOENT;
 	if (arg->flags & PEERGATE_ALLOC_REGISTERS) {
@@ -142,12 +143,13 @@ int pg_free(struct pg_file *file, void *data)
 
 	if (arg->flags)
 		return -EINVAL;
-	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_FREE, file->domain, file->session, sizeof(*body), 0);
+	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_FREE, file->domain, file->session->number,
+			   sizeof(*body), 0);
 	if (!msg)
 		return -ENOMEM;
 	body = pg_msg_body(msg);
 	body->handle = cpu_to_le64(arg->handle);
-	msg->drains = true;
+	msg->drain_ms = file->session->max_timeout_ms;
 	range = xa_erase(&file->buffers, arg->handle);
 	if (range) {
 		msg->finish = pg_range_gone;

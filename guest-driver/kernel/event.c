@@ -94,11 +94,11 @@ static void pg_event_dispatch(struct pg_device *dev, const struct virtio_peergat
 	xa_lock(&dev->files);
 	if (domain) {
 		file = xa_load(&dev->files, domain);
-		if (file && file->session == event.session)
+		if (file && file->session->number == event.session)
 			pg_event_push(file, &event);
 	} else {
 		xa_for_each(&dev->files, index, file)
-			if (file->session == event.session)
+			if (file->session->number == event.session)
 				pg_event_push(file, &event);
 	}
 	xa_unlock(&dev->files);

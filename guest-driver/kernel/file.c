@@ -30,8 +30,8 @@ static void pg_file_free(struct work_struct *work)
 
 	if (file->domain) {
 		xa_erase_irq(&dev->files, file->domain);
-		atomic_dec(&dev->domains);
-		atomic_dec(&dev->closing);
+		atomic_dec(&file->session->domains);
+		atomic_dec(&file->session->closing);
 		wake_up_all(&dev->domain_wait);
 	}
 	pg_mem_destroy(file);
@@ -39,6 +39,7 @@ static void pg_file_free(struct work_struct *work)
 	kfifo_free(&file->events);
 	if (file->detach)
 		pg_msg_put(file->detach);
+	pg_session_put(file->session);
 	kfree(file);
 	put_device(&dev->dev);
 }
@@ -113,41 +114,44 @@ void pg_files_rescue(struct pg_device *dev)
  */
 static void pg_file_close(struct pg_file *file)
 {
-	atomic_inc(&file->dev->closing);
+	atomic_inc(&file->session->closing);
 	pg_msg_send(file->dev, file->detach);
 }
 
 /**
  * pg_domain_take() - Count a domain if there is one left.
- * @dev: the device
+ * @session: the session
  *
  * Context: Any.
  * Return: whether there was.
  */
-static bool pg_domain_take(struct pg_device *dev)
+static bool pg_domain_take(struct pg_session *session)
 {
-	return atomic_add_unless(&dev->domains, 1, dev->max_domains);
+	return atomic_add_unless(&session->domains, 1, session->max_domains);
 }
 
 /**
  * pg_domain_reserve() - Count a domain, or wait for one that is about to end.
  * @dev: the device
+ * @session: a session of it
  *
  * Context: Process context, sleeps for the module's time limit; a fatal signal
  * ends the wait.
  * Return: 0, -EDQUOT, -ENODEV or -EINTR.
  */
-static int pg_domain_reserve(struct pg_device *dev)
+static int pg_domain_reserve(struct pg_device *dev, struct pg_session *session)
 {
 	unsigned long limit = msecs_to_jiffies(READ_ONCE(pg_control_timeout_ms));
-	bool taken = pg_domain_take(dev);
+	bool taken = pg_domain_take(session);
 
-	if (!taken && wait_event_killable_timeout(dev->domain_wait, (taken = pg_domain_take(dev)) ||
-						  !pg_is_live(dev) || !atomic_read(&dev->closing),
+	if (!taken && wait_event_killable_timeout(dev->domain_wait,
+						  (taken = pg_domain_take(session)) ||
+						  !pg_is_live(dev) ||
+						  !atomic_read(&session->closing),
 						  limit) < 0)
 		return -EINTR;
 	/* The last one may have ended between two looks of the condition. */
-	if (taken || pg_domain_take(dev))
+	if (taken || pg_domain_take(session))
 		return 0;
 	return pg_is_live(dev) ? -EDQUOT : -ENODEV;
 }
@@ -172,7 +176,7 @@ static struct pg_file *pg_file_alloc(struct pg_device *dev)
 		return ERR_PTR(-ENOMEM);
 	kref_init(&file->refs);
 	file->dev = dev;
-	file->session = READ_ONCE(dev->session);
+	file->session = pg_session_get(dev);
 	INIT_WORK(&file->free_work, pg_file_free);
 	INIT_LIST_HEAD(&file->node);
 	mutex_init(&file->lock);
@@ -186,27 +190,27 @@ static struct pg_file *pg_file_alloc(struct pg_device *dev)
 	ret = kfifo_alloc(&file->events, PG_EVENT_FIFO, GFP_KERNEL_ACCOUNT);
 	if (ret)
 		goto err_put;
-	file->detach = pg_msg_alloc(VIRTIO_PEERGATE_OP_DETACH, 0, file->session, sizeof(*attach),
-				    0);
+	file->detach = pg_msg_alloc(VIRTIO_PEERGATE_OP_DETACH, 0, file->session->number,
+				    sizeof(*attach), 0);
 	if (!file->detach) {
 		ret = -ENOMEM;
 		goto err_put;
 	}
-	ret = pg_domain_reserve(dev);
+	ret = pg_domain_reserve(dev, file->session);
 	if (ret)
 		goto err_put;
 	/* Numbers are not reused soon: late events find no wrong reader. */
 	ret = xa_alloc_cyclic_irq(&dev->files, &domain, file, XA_LIMIT(1, INT_MAX),
 				  &dev->next_domain, GFP_KERNEL);
 	if (ret) {
-		atomic_dec(&dev->domains);
+		atomic_dec(&file->session->domains);
 		goto err_put;
 	}
 	file->domain = domain;
 	pg_msg_set_domain(file->detach, domain);
 	attach = pg_msg_body(file->detach);
 	attach->endpoint = cpu_to_le32(VIRTIO_PEERGATE_ENDPOINT_ALL);
-	file->detach->drains = true;
+	file->detach->drain_ms = file->session->max_timeout_ms;
 	file->detach->finish = pg_detach_done;
 	file->detach->owner = file;
 	return file;
@@ -217,7 +221,7 @@ err_put:
 }
 
 /**
- * pg_file_attach() - Attach every endpoint to the file's domain.
+ * pg_file_attach() - Attach every endpoint of its session to the file's domain.
  * @file: the file
  *
  * Context: Process context, sleeps.
@@ -225,12 +229,13 @@ err_put:
  */
 static int pg_file_attach(struct pg_file *file)
 {
+	const struct pg_session *session = file->session;
 	struct virtio_peergate_attach attach = {};
 	unsigned int i;
 	int ret = 0;
 
-	for (i = 0; !ret && i < file->dev->endpoint_count; i++) {
-		attach.endpoint = cpu_to_le32(file->dev->endpoints[i].endpoint);
+	for (i = 0; !ret && i < session->endpoint_count; i++) {
+		attach.endpoint = cpu_to_le32(session->endpoints[i].endpoint);
 		ret = pg_request(file, VIRTIO_PEERGATE_OP_ATTACH, &attach, sizeof(attach), NULL, 0,
 				 false);
 	}

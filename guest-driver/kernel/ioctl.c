@@ -21,6 +21,7 @@
  */
 static int pg_info(struct pg_file *file, void *data)
 {
+	const struct pg_session *session = file->session;
 	struct pg_device *dev = file->dev;
 	struct peergate_info *info = data;
 
@@ -28,24 +29,24 @@ static int pg_info(struct pg_file *file, void *data)
 		return -EINVAL;
 	*info = (struct peergate_info) {
 		.size = info->size,
-		.version = dev->version,
-		.session = READ_ONCE(dev->session),
+		.version = session->version,
+		.session = session->number,
 		.domain = file->domain,
 		.interrupt = dev->interrupt,
-		.iova_start = dev->iova_start,
-		.iova_last = dev->iova_last,
+		.iova_start = session->iova_start,
+		.iova_last = session->iova_last,
 		.page_size = PAGE_SIZE,
-		.max_batch = dev->max_batch,
-		.endpoints = dev->endpoint_count,
-		.stream_credits = dev->stream_credits,
-		.max_in_flight = dev->max_in_flight,
-		.max_streams = dev->max_streams,
-		.default_timeout_ms = dev->default_timeout_ms,
-		.max_timeout_ms = dev->max_timeout_ms,
+		.max_batch = session->max_batch,
+		.endpoints = session->endpoint_count,
+		.stream_credits = session->stream_credits,
+		.max_in_flight = session->max_in_flight,
+		.max_streams = session->max_streams,
+		.default_timeout_ms = session->default_timeout_ms,
+		.max_timeout_ms = session->max_timeout_ms,
 		.submit_queues = dev->queue_count - VIRTIO_PEERGATE_VQ_SUBMIT,
 		.pinned_bytes = (u64)atomic64_read(&file->pinned) << PAGE_SHIFT,
-		.max_domains = dev->max_domains,
-		.max_mappings = dev->max_mappings,
+		.max_domains = session->max_domains,
+		.max_mappings = session->max_mappings,
 	};
 	return 0;
 }
@@ -62,17 +63,18 @@ static int pg_endpoint(struct pg_file *file, void *data)
 {
 	const struct virtio_peergate_probe_reply *probe;
 	const struct virtio_peergate_endpoint *wire;
+	const struct pg_session *session = file->session;
 	struct peergate_endpoint *arg = data;
-	struct pg_device *dev = file->dev;
+	u32 count = session->endpoint_count;
 	u32 size = arg->size;
 	struct pg_msg *msg;
 	int ret;
 
-	if (arg->index >= dev->endpoint_count)
+	if (arg->index >= count)
 		return -ENOENT;
-	*arg = dev->endpoints[array_index_nospec(arg->index, dev->endpoint_count)];
+	*arg = session->endpoints[array_index_nospec(arg->index, count)];
 	arg->size = size;
-	ret = pg_probe_limits(dev, &msg);
+	ret = pg_probe_endpoints(file->dev, session->number, count, &msg);
 	if (ret)
 		return ret;
 	probe = (const void *)(pg_msg_reply(msg) + 1);

@@ -49,7 +49,8 @@ static void pg_device_release(struct device *dev)
 	struct pg_device *pg = container_of(dev, struct pg_device, dev);
 
 	xa_destroy(&pg->files);
-	kfree(pg->endpoints);
+	if (pg->session)
+		pg_session_put(pg->session);
 	kfree(pg->events);
 	kfree(pg->queues);
 	kfree(pg);
@@ -225,21 +226,20 @@ static struct pg_device *pg_device_alloc(struct virtio_device *vdev,
 
 	dev->vdev = vdev;
 	dev->queue_count = VIRTIO_PEERGATE_VQ_SUBMIT + le16_to_cpu(config->submit_queues);
-	dev->endpoint_count = le16_to_cpu(config->endpoints);
 	INIT_LIST_HEAD(&dev->backlog);
 	INIT_LIST_HEAD(&dev->stranded);
 	INIT_DELAYED_WORK(&dev->control_work, pg_control_work);
 	INIT_WORK(&dev->config_work, pg_config_work);
 	init_waitqueue_head(&dev->domain_wait);
+	spin_lock_init(&dev->session_lock);
 
 	ret = dev_set_name(&dev->dev, "peergate%d", minor);
 	if (ret)
 		goto err_put;
 	ret = -ENOMEM;
 	dev->queues = kzalloc_objs(*dev->queues, dev->queue_count);
-	dev->endpoints = kzalloc_objs(*dev->endpoints, dev->endpoint_count);
 	dev->events = kzalloc_objs(*dev->events, PG_EVENT_BUFFERS);
-	if (!dev->queues || !dev->endpoints || !dev->events)
+	if (!dev->queues || !dev->events)
 		goto err_put;
 	for (i = 0; i < dev->queue_count; i++) {
 		dev->queues[i].dev = dev;
@@ -305,6 +305,7 @@ static void pg_stop(struct pg_device *dev)
 static int pg_probe(struct virtio_device *vdev)
 {
 	struct virtio_peergate_config config;
+	struct pg_session *session;
 	struct pg_device *dev;
 	int ret;
 
@@ -330,10 +331,13 @@ static int pg_probe(struct virtio_device *vdev)
 	ret = cdev_device_add(&dev->cdev, &dev->dev);
 	if (ret)
 		goto err_stop;
+	/* Who opened the device already may have had a new session begun. */
+	session = pg_session_get(dev);
 	dev_info(&dev->dev, "version %u, session %u, %u endpoints, %u submission queues, %s\n",
-		 dev->version, dev->session, dev->endpoint_count,
+		 session->version, session->number, session->endpoint_count,
 		 dev->queue_count - VIRTIO_PEERGATE_VQ_SUBMIT,
 		 dev->interrupt == PEERGATE_INTERRUPT_MSIX ? "MSI-X" : "INTx");
+	pg_session_put(session);
 	return 0;
 
 err_reset:

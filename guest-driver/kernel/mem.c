@@ -126,7 +126,7 @@ static s64 pg_map_runs(struct pg_range *range, size_t first, size_t count, u64 i
 	size_t i;
 	int ret;
 
-	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_MAP, file->domain, file->session,
+	msg = pg_msg_alloc(VIRTIO_PEERGATE_OP_MAP, file->domain, file->session->number,
 			   sizeof(*map) + count * sizeof(*segment), 0);
 	if (!msg)
 		return -ENOMEM;
@@ -165,7 +165,7 @@ static int pg_range_map(struct pg_range *range, u32 flags)
 	for (first = 0; first < range->run_count; first += count) {
 		s64 bytes;
 
-		count = min_t(size_t, range->run_count - first, range->file->dev->max_segments);
+		count = min_t(size_t, range->run_count - first, range->file->session->max_segments);
 		bytes = pg_map_runs(range, first, count, iova, flags);
 		if (bytes < 0)
 			return bytes;
@@ -191,7 +191,7 @@ static int pg_range_unmap(struct pg_range *range)
 
 	unmap->iova_start = cpu_to_le64(range->iova);
 	unmap->iova_last = cpu_to_le64(range->iova + range->length - 1);
-	msg->drains = true;
+	msg->drain_ms = file->session->max_timeout_ms;
 	msg->finish = pg_range_gone;
 	msg->owner = range;
 	range->unmap = NULL;
@@ -228,7 +228,7 @@ int pg_map(struct pg_file *file, void *data)
 	if (!range)
 		return -ENOMEM;
 	range->writable = arg->flags & PEERGATE_WRITE;
-	range->unmap = pg_msg_alloc(VIRTIO_PEERGATE_OP_UNMAP, file->domain, file->session,
+	range->unmap = pg_msg_alloc(VIRTIO_PEERGATE_OP_UNMAP, file->domain, file->session->number,
 				    sizeof(struct virtio_peergate_unmap), 0);
 	ret = range->unmap ? pg_pin(range, arg->address) : -ENOMEM;
 	if (!ret)

@@ -3,7 +3,7 @@
  * Peergate driver: what its files share.
  *
  * main.c	the virtio driver: probe, queues, remove
- * session.c	version, limits, a session that ends
+ * session.c	version, limits, endpoints, a session that ends
  * vq.c		control requests
  * file.c	/dev/peergateN: open, release, read, poll, mmap
  * ioctl.c	its ioctls
@@ -18,7 +18,10 @@
  * references: the bound virtio device and each &struct pg_file hold one. A
  * &struct pg_file lives as long as something of it may be in the device: the
  * open file and then its DETACH hold one reference, each chain and each request
- * with an owner another. Pins go with the last one at the latest.
+ * with an owner another. Pins go with the last one at the latest. A &struct
+ * pg_session lives as long as it is in force or a file belongs to it: limits and
+ * endpoints that a file sees are those of its session, whatever the device has
+ * become since.
  *
  * Going away. pg_device.state only ever grows. It leaves PG_LIVE before a grace
  * period of RCU: who reads PG_LIVE under rcu_read_lock() may touch virtqueues
@@ -30,6 +33,7 @@
  *  mmap_lock -> pg_file.lock
  *  pg_queue.lock -> pg_ring.lock -> wait queues
  *  pg_queue.lock -> xa_lock of pg_device.files -> pg_file.event_lock -> wait queues
+ *  pg_device.session_lock
  *
  * No lock is held while pages are pinned or user memory is copied.
  */
@@ -99,6 +103,50 @@ struct pg_queue {
 };
 
 /**
+ * struct pg_session - What the device offers, from one HELLO to the next.
+ * @refs: see the top of this file
+ * @number: the session, from HELLO
+ * @version: of the wire, from HELLO
+ * @iova_start: first address to map, a multiple of the page size and not 0
+ * @iova_last: last one
+ * @max_domains: limit of the device
+ * @max_mappings: limit of the device
+ * @max_segments: segments to put into one MAP
+ * @stream_credits: limit of the device
+ * @max_in_flight: limit of the device
+ * @max_streams: limit of the device
+ * @default_timeout_ms: deadline of work without one
+ * @max_timeout_ms: longest deadline
+ * @max_batch: descriptors to put into one chain
+ * @domains: domains in use
+ * @closing: domains that wait for their end
+ * @endpoint_count: entries of @endpoints
+ * @endpoints: as PROBE described them
+ *
+ * Nothing in it changes but @refs, @domains and @closing.
+ */
+struct pg_session {
+	refcount_t refs;
+	u32 number;
+	u32 version;
+	u64 iova_start;
+	u64 iova_last;
+	u32 max_domains;
+	u32 max_mappings;
+	u32 max_segments;
+	u32 stream_credits;
+	u32 max_in_flight;
+	u32 max_streams;
+	u32 default_timeout_ms;
+	u32 max_timeout_ms;
+	u32 max_batch;
+	atomic_t domains;
+	atomic_t closing;
+	u32 endpoint_count;
+	struct peergate_endpoint endpoints[];
+};
+
+/**
  * struct pg_device - A Peergate device.
  * @dev: /dev/peergateN; holds this structure
  * @cdev: its character device
@@ -115,25 +163,11 @@ struct pg_queue {
  * @events: buffers of the event queue
  * @files: by domain; xa_lock also covers delivery of events
  * @next_domain: where to look for a free domain
- * @domains: domains in use
- * @closing: domains that wait for their end
  * @domain_wait: waiters for a domain
- * @version: of the wire, from HELLO
- * @session: from the last HELLO
+ * @session_lock: guards which one @session is
+ * @session: the last that was begun, set before the device can be opened;
+ *	replaced by probe and then by @config_work, which need no lock to read it
  * @interrupt: PEERGATE_INTERRUPT_*
- * @iova_start: first address to map, a multiple of the page size and not 0
- * @iova_last: last one
- * @max_domains: limit of the device
- * @max_mappings: limit of the device
- * @max_segments: segments to put into one MAP
- * @stream_credits: limit of the device
- * @max_in_flight: limit of the device
- * @max_streams: limit of the device
- * @default_timeout_ms: deadline of work without one
- * @max_timeout_ms: longest deadline
- * @max_batch: descriptors to put into one chain
- * @endpoint_count: entries of @endpoints
- * @endpoints: as the device described them when it was probed
  */
 struct pg_device {
 	struct device dev;
@@ -153,26 +187,11 @@ struct pg_device {
 
 	struct xarray files;
 	u32 next_domain;
-	atomic_t domains;
-	atomic_t closing;
 	wait_queue_head_t domain_wait;
 
-	u32 version;
-	u32 session;
+	spinlock_t session_lock;
+	struct pg_session *session;
 	u32 interrupt;
-	u64 iova_start;
-	u64 iova_last;
-	u32 max_domains;
-	u32 max_mappings;
-	u32 max_segments;
-	u32 stream_credits;
-	u32 max_in_flight;
-	u32 max_streams;
-	u32 default_timeout_ms;
-	u32 max_timeout_ms;
-	u32 max_batch;
-	u32 endpoint_count;
-	struct peergate_endpoint *endpoints;
 };
 
 /**
@@ -206,7 +225,7 @@ struct pg_ring {
  * @node: in pg_device.stranded
  * @detach: the request that ends the domain, allocated ahead
  * @domain: its number, 0 before there is one
- * @session: session of the device in which the domain was created
+ * @session: in which the domain was created
  * @lock: guards what @ranges and @buffers point to
  * @ranges: &struct pg_range by I/O virtual address
  * @buffers: those of them that are buffers, by handle
@@ -225,7 +244,7 @@ struct pg_file {
 	struct list_head node;
 	struct pg_msg *detach;
 	u32 domain;
-	u32 session;
+	struct pg_session *session;
 
 	struct mutex lock;
 	struct maple_tree ranges;
@@ -249,7 +268,8 @@ struct pg_file {
  * @done: completed with the answer
  * @finish: called in process context with the answer, before @done
  * @owner: for @finish
- * @drains: the device answers only when jobs have ended
+ * @drain_ms: how much later than others it may be answered, since jobs must have
+ *	ended
  * @error: 0 or negative errno, valid once done
  * @used: bytes of the answer that the device wrote
  * @out_len: bytes that the device reads
@@ -263,7 +283,7 @@ struct pg_msg {
 	struct completion done;
 	void (*finish)(struct pg_msg *msg);
 	void *owner;
-	bool drains;
+	u32 drain_ms;
 	int error;
 	u32 used;
 	u32 out_len;
@@ -320,7 +340,9 @@ extern unsigned int pg_control_timeout_ms;
 /* session.c */
 int pg_introduce(struct pg_device *dev);
 void pg_farewell(struct pg_device *dev);
-int pg_probe_limits(struct pg_device *dev, struct pg_msg **reply);
+int pg_probe_endpoints(struct pg_device *dev, u32 number, u32 room, struct pg_msg **reply);
+struct pg_session *pg_session_get(struct pg_device *dev);
+void pg_session_put(struct pg_session *session);
 void pg_config_work(struct work_struct *work);
 void pg_session_suspect(struct pg_device *dev);
 

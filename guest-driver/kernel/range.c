@@ -104,8 +104,8 @@ void pg_mem_destroy(struct pg_file *file)
 int pg_range_reserve(struct pg_range *range, u64 align)
 {
 	struct pg_file *file = range->file;
-	struct pg_device *dev = file->dev;
-	u64 room = dev->iova_last - dev->iova_start;
+	const struct pg_session *session = file->session;
+	u64 room = session->iova_last - session->iova_start;
 	MA_STATE(mas, &file->ranges, 0, 0);
 	u64 size;
 	int ret;
@@ -116,7 +116,7 @@ int pg_range_reserve(struct pg_range *range, u64 align)
 	/* Not mtree_alloc_range(), which before 6.5 hands out what is in use. */
 	mutex_lock(&file->lock);
 	mas_lock(&mas);
-	ret = mas_empty_area(&mas, dev->iova_start, dev->iova_last, size);
+	ret = mas_empty_area(&mas, session->iova_start, session->iova_last, size);
 	mas_unlock(&mas);
 	range->base = mas.index;
 	if (!ret)

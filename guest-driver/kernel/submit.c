@@ -182,10 +182,10 @@ static struct pg_chain *pg_chain_build(struct pg_file *file,
 	}
 	chain->file = file;
 	chain->header = (struct virtio_peergate_submit) {
-		.version = cpu_to_le16(file->dev->version),
+		.version = cpu_to_le16(file->session->version),
 		.count = cpu_to_le16(i),
 		.domain = cpu_to_le32(file->domain),
-		.session = cpu_to_le32(file->session),
+		.session = cpu_to_le32(file->session->number),
 	};
 	chain->records = (struct virtio_peergate_completion *)&chain->work[i];
 	memset(chain->records, 0, i * sizeof(*chain->records));
@@ -255,7 +255,7 @@ int pg_submit(struct pg_file *file, void *data)
 	if (!room)
 		return -EBUSY;
 	while (taken < room) {
-		u32 count = min(room - taken, file->dev->max_batch);
+		u32 count = min(room - taken, file->session->max_batch);
 		struct pg_chain *chain = pg_chain_build(file, user + taken, count);
 		u32 built;
 

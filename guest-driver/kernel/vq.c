@@ -257,8 +257,7 @@ int pg_msg_wait(struct pg_device *dev, struct pg_msg *msg)
 	unsigned long limit = msecs_to_jiffies(READ_ONCE(pg_control_timeout_ms));
 	long left;
 
-	if (msg->drains)
-		limit += msecs_to_jiffies(dev->max_timeout_ms);
+	limit += msecs_to_jiffies(msg->drain_ms);
 	left = wait_for_completion_killable_timeout(&msg->done,
 						    min_t(unsigned long, limit, LONG_MAX));
 	if (left > 0)
@@ -289,11 +288,12 @@ int pg_request(struct pg_file *file, u16 opcode, const void *body, size_t body_l
 	struct pg_msg *msg;
 	int ret;
 
-	msg = pg_msg_alloc(opcode, file->domain, file->session, body_len, reply_len);
+	msg = pg_msg_alloc(opcode, file->domain, file->session->number, body_len, reply_len);
 	if (!msg)
 		return -ENOMEM;
 	memcpy(pg_msg_body(msg), body, body_len);
-	msg->drains = drains;
+	if (drains)
+		msg->drain_ms = file->session->max_timeout_ms;
 	pg_msg_send(file->dev, msg);
 	ret = pg_msg_wait(file->dev, msg);
 	if (!ret && reply_len)
