@@ -17,7 +17,7 @@ const OK: Option<Status> = Some(Status::Ok);
 
 /// A device with a journal, with GPU and FPGA attached to domain 1 and data memory mapped.
 fn ready() -> Bed {
-    Bed::journaled(spec()).prepared()
+    Bed::strict(spec()).prepared()
 }
 
 fn fills(first: u64, count: u64) -> Vec<WorkDescriptor> {
@@ -149,7 +149,7 @@ fn void_journal_says_nothing() {
     bed.engine.set(Mode::Hold);
     bed.submit(1, &fills(0, 2));
     bed.drain();
-    bed.journal.as_ref().unwrap()[0].store(0, Ordering::Relaxed);
+    bed.journal[0].store(0, Ordering::Relaxed);
     for queue in 0..4 {
         bed.rings[queue] = DriverRing::new(&bed.mem, 0x10_0000 + 0x4000 * queue as u64, 64);
     }
@@ -288,7 +288,7 @@ const HEADER: usize = 8 + 8 * 2;
 const MARKS: usize = 1024 + 1024 * 2;
 
 fn tamper(bed: &Bed, word: usize, value: u64) {
-    bed.journal.as_ref().unwrap()[word].store(value, Ordering::Relaxed);
+    bed.journal[word].store(value, Ordering::Relaxed);
 }
 
 #[test]

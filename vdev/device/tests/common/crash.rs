@@ -84,11 +84,10 @@ pub fn journal_words() -> Arc<Vec<AtomicU64>> {
 }
 
 impl Bed {
-    /// As [`Bed::with`], of a device that keeps a journal.
-    pub fn journaled(spec: DeviceSpec) -> Self {
+    /// As [`Bed::with`], of a driver that puts up with no chain that it did not push.
+    pub fn strict(spec: DeviceSpec) -> Self {
         let mut bed = Self::with(spec);
-        bed.journal = Some(journal_words());
-        assert!(bed.succeed(None));
+        bed.rings.iter_mut().for_each(|ring| ring.strict = true);
         bed
     }
 
@@ -96,19 +95,23 @@ impl Bed {
     pub fn succeed(&mut self, die_in: Option<u64>) -> bool {
         self.process.die();
         self.process = Arc::default();
-        self.process.die_in(die_in.unwrap_or(u64::MAX));
         self.session += 1;
         let spec = DeviceSpec { session: self.session, ..self.spec.clone() };
         self.engine = ScriptEngine::new(Arc::new(HostEngine::new(self.memory.clone())), 1 << 20);
         self.device = Device::new(spec, self.engine.clone(), self.memory.clone(), self.seen.clone()).unwrap();
+        self.rings.iter_mut().for_each(|ring| ring.strict = true);
+        self.begin(die_in)
+    }
+
+    /// The device takes up the journal and the queues; its process may die while it does.
+    pub fn begin(&mut self, die_in: Option<u64>) -> bool {
+        self.process.die_in(die_in.unwrap_or(u64::MAX));
         for ring in &mut self.rings {
-            ring.strict = true;
             ring.serve(&self.process);
         }
         let begun = survives(|| {
-            if let Some(words) = &self.journal {
-                self.device.keep_journal(Arc::new(View { words: words.clone(), process: self.process.clone() }));
-            }
+            let (words, process) = (self.journal.clone(), self.process.clone());
+            self.device.keep_journal(Arc::new(View { words, process }));
             for (index, ring) in (0..).zip(&self.rings) {
                 self.device.start_queue(index, ring.ring.clone());
             }

@@ -119,7 +119,7 @@ pub struct Bed {
     /// What the driver believes in.
     pub session: u32,
     pub process: Arc<crash::Process>,
-    pub journal: Option<Arc<Vec<AtomicU64>>>,
+    pub journal: Arc<Vec<AtomicU64>>,
     spec: DeviceSpec,
     next: u64,
     /// Used chains that nobody asked for yet, by queue and head.
@@ -201,14 +201,14 @@ impl Bed {
         let seen = Arc::new(Seen::default());
         let device = Device::new(spec.clone(), inner, memory.clone(), seen.clone()).unwrap();
         let queues = u64::from(device.num_queues());
-        let rings: Vec<_> = (0..queues).map(|queue| DriverRing::new(&mem, 0x10_0000 + 0x4000 * queue, 64)).collect();
-        for (index, ring) in (0..).zip(&rings) {
-            device.start_queue(index, ring.ring.clone());
-        }
+        let rings = (0..queues).map(|queue| DriverRing::new(&mem, 0x10_0000 + 0x4000 * queue, 64)).collect();
         let (used, events) = (HashMap::new(), HashMap::new());
-        let (process, session) = (Arc::default(), spec.session);
+        let (process, session, journal) = (Arc::default(), spec.session, crash::journal_words());
         let next = 0x20_0000;
-        Self { device, engine, memory, mem, seen, rings, session, process, journal: None, spec, next, used, events }
+        let mut bed =
+            Self { device, engine, memory, mem, seen, rings, session, process, journal, spec, next, used, events };
+        assert!(bed.begin(None));
+        bed
     }
 
     /// A device that a driver has said HELLO to, with GPU and FPGA attached to domain 1 and all data memory mapped.
