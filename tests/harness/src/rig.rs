@@ -16,7 +16,7 @@ use iommu_addr::EndpointId;
 use rustix::fs::SealFlags;
 use tempfile::TempDir;
 pub use vdev_device::JournalWords;
-use vdev_device::{Counter, Device, DeviceSpec, FaultRecord, Gauge, Limits, Observer, Reach};
+use vdev_device::{Counter, Device, DeviceSpec, FaultRecord, Gauge, JOURNAL_WORDS, Limits, Observer, Reach};
 use vmm_vhost_user::{Options, ServeError, ThreadClass, UnsealedPolicy};
 
 use crate::ram::memory_file;
@@ -39,7 +39,7 @@ pub struct RigOptions {
     pub unsealed_memory: UnsealedPolicy,
     /// Number of the session that HELLO begins.
     pub session: u32,
-    /// What an earlier device may have left, and this one leaves.
+    /// What an earlier device may have left, and this one leaves; words of its own if there is none.
     pub journal: Option<JournalWords>,
 }
 
@@ -65,6 +65,11 @@ impl Default for RigOptions {
             journal: None,
         }
     }
+}
+
+/// A journal that says nothing.
+pub fn journal_words() -> JournalWords {
+    Arc::new((0..JOURNAL_WORDS).map(|_| AtomicU64::new(0)).collect::<Vec<_>>())
 }
 
 /// A slice without registers.
@@ -174,7 +179,8 @@ impl Rig {
         let listener = UnixListener::bind(dir.path().join("sock"))?;
         let recorder = Arc::new(Recorder::default());
         let (device, memory) = host_device(options, Arc::clone(&recorder) as Arc<dyn Observer>)?;
-        let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook, journal: options.journal.clone() };
+        let journal = Some(options.journal.clone().unwrap_or_else(journal_words));
+        let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook, journal };
         let session = std::thread::Builder::new()
             .name("rig".into())
             .spawn(move || vmm_vhost_user::serve(listener.into(), device, memory, &serve, || {}))?;

@@ -6,16 +6,15 @@ use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, ensure};
 use harness::frontend::make_queues;
 use harness::raw::PATIENCE;
-use harness::rig::JournalWords;
+use harness::rig::{JournalWords, journal_words};
 use harness::{RawGuest, Rig, RigOptions};
-use vdev_device::JOURNAL_WORDS;
 use vdev_wire::{CONFIG_MAGIC, Opcode, ProbeReply, Status};
 use vhost::VhostBackend;
 use vmm_keeper::{Event, Keeper};
@@ -79,8 +78,7 @@ impl Kept {
             }
         };
         let thread = std::thread::Builder::new().name("keeper".into()).spawn(keep)?;
-        let words: Vec<AtomicU64> = (0..JOURNAL_WORDS).map(|_| AtomicU64::new(0)).collect();
-        Ok(Self { dir, commands, bell, events, thread: Some(thread), journal: Arc::new(words) })
+        Ok(Self { dir, commands, bell, events, thread: Some(thread), journal: journal_words() })
     }
 
     fn socket(&self) -> PathBuf {

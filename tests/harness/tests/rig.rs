@@ -1,12 +1,13 @@
 //! The transport, a device and a guest's driver in one process.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use harness::frontend::{INDIRECT_DESC, VERSION_1};
-use harness::{DriverOptions, InProcessDriver, RawGuest, Rig, RigOptions};
+use harness::{DriverOptions, GuestRam, InProcessDriver, RawGuest, Rig, RigOptions};
 use peergate_guest::uapi::{self, Alloc, Completion, Event, Peer, Work};
 use peergate_guest::{Channel, Driver, Error, Status};
 use vdev_device::Counter;
@@ -131,6 +132,49 @@ fn channels_work_side_by_side() -> Result<()> {
     drop(driver);
     rig.finish()??;
     Ok(())
+}
+
+#[test]
+fn devices_on_one_guest_memory_do_not_disturb_each_other() -> Result<()> {
+    let ram = GuestRam::new(64 << 20)?;
+    let one = &|work: &dyn Fn(&InProcessDriver) -> Result<()>| -> Result<()> {
+        let rig = Rig::start(&RigOptions::default())?;
+        let driver = InProcessDriver::connect_on(&rig.socket(), Arc::clone(&ram), DriverOptions::default())?;
+        work(&driver)?;
+        assert_eq!(rig.recorder().counted(Counter::Errors), 0);
+        drop(driver);
+        rig.finish()??;
+        Ok(())
+    };
+    let (over, (begun, begins)) = (&AtomicBool::new(false), channel());
+    std::thread::scope(|scope| -> Result<()> {
+        // One device works all the time.
+        let steady = scope.spawn(move || {
+            one(&|driver| {
+                round_trip(&*driver.open()?)?;
+                begun.send(())?;
+                while !over.load(Ordering::Relaxed) {
+                    round_trip(&*driver.open()?)?;
+                }
+                Ok(())
+            })
+        });
+        // Others come, work, are paused, and go.
+        let others = || {
+            begins.recv().context("The first device does not work")?;
+            (0..10).try_for_each(|_| {
+                one(&|driver| {
+                    round_trip(&*driver.open()?)?;
+                    driver.pause_and_resume()?;
+                    round_trip(&*driver.open()?)
+                })
+            })
+        };
+        let worked = others();
+        over.store(true, Ordering::Relaxed);
+        steady.join().expect("no thread panics")?;
+        worked
+    })
 }
 
 #[test]

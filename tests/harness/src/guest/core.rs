@@ -42,7 +42,11 @@ pub struct InProcessDriver {
 impl InProcessDriver {
     /// Connects to a device and says HELLO.
     pub fn connect(socket: &Path, options: DriverOptions) -> Result<Self> {
-        let ram = GuestRam::new(options.ram)?;
+        Self::connect_on(socket, GuestRam::new(options.ram)?, options)
+    }
+
+    /// The same on memory of the caller's, which other devices may have too.
+    pub fn connect_on(socket: &Path, ram: Arc<GuestRam>, options: DriverOptions) -> Result<Self> {
         let mut front = FrontEnd::connect(socket)?;
         front.negotiate(options.features)?;
         let bytes = front.config(0, u32::try_from(CONFIG_SIZE)?)?;

@@ -5,7 +5,7 @@ use crate::frontend::{EVENT_IDX, INDIRECT_DESC, VERSION_1};
 /// How the guest behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct DriverOptions {
-    /// Bytes of guest memory.
+    /// Bytes of guest memory, where it is not given.
     pub ram: u64,
     /// Entries of each queue.
     pub queue_size: u16,
