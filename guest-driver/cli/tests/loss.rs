@@ -52,6 +52,7 @@ impl Channel for Old {
         self.inner.info()
     }
     fn endpoint(&self, index: u32) -> Result<Endpoint, Error> {
+        self.check("ENDPOINT")?;
         self.inner.endpoint(index)
     }
     fn map(&self, len: u64, flags: u32) -> Result<Box<dyn HostMemory>, Error> {
@@ -120,7 +121,7 @@ fn failed(rows: &[Row]) -> Vec<&str> {
 fn lost_work_and_stale_requests_are_as_they_must_be() {
     let rows = rows(Status::Stale, Status::Lost);
     assert_eq!(failed(&rows), Vec::<&str>::new(), "{rows:?}");
-    assert_eq!(rows.len(), 6);
+    assert_eq!(rows.len(), 7);
 }
 
 #[test]
@@ -132,6 +133,11 @@ fn work_that_ends_otherwise_fails_the_rows_about_work() {
 #[test]
 fn requests_that_end_otherwise_fail_the_rows_about_requests() {
     let rows = rows(Status::Inval, Status::Lost);
-    let expected = ["loss/request-in-flight", "loss/alloc-of-the-old-open", "loss/map-of-the-old-open"];
+    let expected = [
+        "loss/request-in-flight",
+        "loss/endpoints-of-the-old-open",
+        "loss/alloc-of-the-old-open",
+        "loss/map-of-the-old-open",
+    ];
     assert_eq!(failed(&rows), expected);
 }

@@ -46,6 +46,7 @@ pub(super) fn until_loss(bench: &Bench<'_>, in_flight: &mut dyn FnMut()) -> Resu
         Row::new("loss/work-in-flight", "LOST", work?),
         Row::new("loss/request-in-flight", "STALE", stale(request?)),
         Row::new("loss/work-of-the-old-open", "LOST", late),
+        Row::new("loss/endpoints-of-the-old-open", "STALE", refused(session.endpoints().map(drop))),
         Row::new("loss/alloc-of-the-old-open", "STALE", refused(session.alloc(gpu, size, Access::RW).map(drop))),
         Row::new("loss/map-of-the-old-open", "STALE", refused(session.map(size, Access::RW).map(drop))),
         Row::new("loss/new-open", "works", new_open(bench)?),

@@ -44,7 +44,8 @@
  * @size: sizeof(struct peergate_info)
  * @flags: zero
  * @version: out: version of the wire in force
- * @session: out: changes when the device loses its state
+ * @session: out: session of the device that this file belongs to; when the device
+ *	loses its state another one begins, for files opened from then on
  * @domain: out: number of this file's domain, for reports only
  * @interrupt: out: PEERGATE_INTERRUPT_*
  * @iova_start: out: first address that may be mapped
@@ -61,6 +62,8 @@
  * @pinned_bytes: out: bytes this file has pinned
  * @max_domains: out: files that can be open at a time
  * @max_mappings: out: mappings all files can hold
+ *
+ * All of it is of this file's session, also when that is over.
  */
 struct peergate_info {
 	__u32 size;
@@ -100,6 +103,9 @@ struct peergate_info {
  * @registers_len: out: size of the register page, 0 if there is none
  * @granularity: out: granule of ALLOC in bytes
  * @name: out: UTF-8, zero-terminated
+ *
+ * Endpoints are those of this file's session; ESTALE when it is over, since the
+ * next one may have others.
  */
 struct peergate_endpoint {
 	__u32 size;
