@@ -1,4 +1,5 @@
-//! The guest driver's own tests: what load, unload, reload, unbind, killed processes and a device that loses its state leave behind.
+//! The guest driver's own tests: what load, unload, reload, unbind, killed processes and a device that loses its state leave behind, and which
+//! endpoints there are after that.
 //!
 //! [`SCRIPT`] runs in the guest, in busybox's shell, and prints one line a test: `test NAME EXPECTED GOT`. Memory that the driver pins or allocates is
 //! counted by the kernel itself (`/proc/vmstat`, `/proc/meminfo`), before and after.
@@ -45,6 +46,24 @@ while [ $losses -lt $LOSSES ]; do
     say users-after-loss-$losses 0 $(until_is 0 users)
     say pinned-after-loss-$losses 0 $(until_is 0 pinned)
 done
+
+# The operator, asked on the console, changes the tenant's slices: the endpoints are those of the new session, with the same module.
+names() { pgctl list --json | tr ',' '\n' | grep '"name":' | cut -d'"' -f4 | tr '\n' ' ' | sed 's/ $//; s/ /,/g'; }
+say endpoints-at-first gpu0,fpga0 $(names)
+busy; stale=$!
+until_is 1 users >/dev/null
+echo "operator: add a slice"
+wait $stale; say copy-ends-with-the-session 1 $?
+say endpoints-after-slice-add gpu0,fpga0,gpu1 $(until_is gpu0,fpga0,gpu1 names)
+pgctl copy --from gpu1 --to fpga0 --size 1M --verify >/dev/null 2>&1; say new-endpoint-works 0 $?
+echo "operator: take it away"
+say endpoints-after-slice-remove gpu0,fpga0 $(until_is gpu0,fpga0 names)
+echo "operator: change your mind"
+say endpoints-after-haste gpu0,fpga0,last $(until_is gpu0,fpga0,last names)
+pgctl copy --from last --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-haste 0 $?
+say sessions-that-did-not-begin 0 $(dmesg | grep -c 'cannot begin a session')
+say users-after-slice-changes 0 $(until_is 0 users)
+say pinned-after-slice-changes 0 $(until_is 0 pinned)
 
 # A process killed in mid-copy.
 busy; victim=$!

@@ -16,7 +16,7 @@ use serde_json::Value;
 use super::daemon::Daemon;
 use super::programs::Programs;
 use super::rows::Rows;
-use super::{TENANT, debug, driver};
+use super::{TENANT, debug, driver, operator};
 use crate::guest::{GuestSpec, Initramfs, boot};
 use crate::kit::Kit;
 
@@ -82,6 +82,7 @@ pub fn run(
         if line.contains(IN_FLIGHT) {
             trouble = daemon.kill_worker(TENANT).err();
         }
+        trouble = trouble.take().or_else(|| operator::heed(daemon, line).err());
         if trouble.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     });
     let text = fs::read(&results).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();

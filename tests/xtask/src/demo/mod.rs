@@ -78,7 +78,7 @@ pub fn in_guest<'r>(kit: &Kit, acts: Acts, file: Option<PathBuf>, report: &'r mu
 }
 
 /// Runs the scenario, and then the guest driver's own tests, in a guest whose links have a latency and a bandwidth: so transfers are really in
-/// flight while things happen. Blocks until everything has ended.
+/// flight while things happen. There is a device that an operator can give the tenant a slice of. Blocks until everything has ended.
 ///
 /// # Errors
 /// When it could not run to its end.
@@ -87,6 +87,7 @@ pub fn guest_tests<'r>(kit: &Kit, report: &'r mut dyn FnMut(&Row)) -> Result<Row
     let module = programs.module(kit)?;
     let config = shipped("demo.toml")?;
     let link = "link = { bandwidth = \"256MB/s\", latency = \"20us\" }";
+    let config = format!("{config}\n{}", operator::SPARE);
     let slow = config.lines().flat_map(|line| [line, if line.starts_with("kind = ") { link } else { "" }]);
     let slow = slow.collect::<Vec<_>>().join("\n");
     ensure!(slow.contains(link), "configs/demo.toml has no device to slow down");

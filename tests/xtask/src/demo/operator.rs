@@ -1,4 +1,5 @@
-//! The operator's side: each refusal that the guest saw stands in `peergate faults` too, and the counters agree.
+//! The operator's side: each refusal that the guest saw stands in `peergate faults` too, and the counters agree. And an operator who changes the
+//! tenant's slices while the guest runs.
 //!
 //! Not here: the guest's side.
 
@@ -8,6 +9,34 @@ use serde_json::Value;
 use super::TENANT;
 use super::daemon::Daemon;
 use super::rows::{Fault, Row, Rows};
+
+/// A device that no tenant has a slice of at first, for the configuration.
+pub const SPARE: &str = "[[device]]\nname = \"gpu1\"\nkind = \"gpu\"\nmemory = \"16MiB\"\n";
+
+const ADD: &[&str] = &["slice", "add", TENANT, "--device", "gpu1", "--memory", "16MiB", "--force"];
+const ADD_LAST: &[&str] =
+    &["slice", "add", TENANT, "--device", "gpu1", "--memory", "16MiB", "--name", "last", "--force"];
+const REMOVE: &[&str] = &["slice", "remove", TENANT, "gpu1", "--force"];
+
+/// What the driver's tests say on the guest's console, and what the operator does then. In haste, sessions end while the guest begins them.
+const CUES: &[(&str, &[&[&str]])] = &[
+    ("operator: add a slice", &[ADD]),
+    ("operator: take it away", &[REMOVE]),
+    ("operator: change your mind", &[ADD, REMOVE, ADD, REMOVE, ADD_LAST]),
+];
+
+/// Does what a line of the guest's console asks the operator to do, if it asks anything.
+///
+/// # Errors
+/// When the daemon refuses.
+pub fn heed(daemon: &Daemon, line: &str) -> Result<()> {
+    for (_, commands) in CUES.iter().filter(|(cue, _)| line.contains(cue)) {
+        for command in *commands {
+            daemon.ask(command)?;
+        }
+    }
+    Ok(())
+}
 
 /// Adds a row for each refusal, and one for the tenant's state.
 ///
