@@ -6,9 +6,13 @@
 //!
 //! Not here: transfers.
 
+use std::path::PathBuf;
+
 use anyhow::{Context, Result};
 
+use super::programs::{Change, changed_module};
 use super::rows::Row;
+use crate::kit::Kit;
 
 /// Reads a line of [`SCRIPT`] that is no row of `pgctl`.
 ///
@@ -22,6 +26,43 @@ pub fn read_result(line: &str) -> Result<Row> {
     })();
     row.with_context(|| format!("The driver's tests printed {line:?}"))
 }
+
+/// Builds the driver that waits between HELLO and PROBE, as often as it is told to, until the session is over.
+///
+/// # Errors
+/// When it does not build clean, or its sources have moved on.
+pub fn dawdling_module(kit: &Kit) -> Result<PathBuf> {
+    changed_module(kit, "guest-dawdler", DAWDLE)
+}
+
+const DAWDLE: &[Change] = &[
+    (
+        "session.c",
+        "#include <linux/log2.h>",
+        "#include <linux/delay.h>\n#include <linux/log2.h>\n#include <linux/module.h>",
+    ),
+    (
+        "session.c",
+        "#define PG_SESSION_TRIES\t16",
+        "#define PG_SESSION_TRIES\t16\n\nstatic unsigned int pg_dawdles;\nmodule_param_named(dawdles, pg_dawdles, uint, 0600);",
+    ),
+    (
+        "session.c",
+        "\tret = pg_probe_endpoints(dev, le32_to_cpu(hello.session), PG_MAX_ENDPOINTS, &msg);",
+        r#"	if (pg_dawdles) {
+		u32 now;
+
+		dev_crit(&dev->dev, "operator: no, %s\n",
+			 pg_dawdles == 2 ? "take it away" : "another one");
+		do {
+			msleep(10);
+			virtio_cread_le(dev->vdev, struct virtio_peergate_config, session, &now);
+		} while (now == le32_to_cpu(hello.session));
+		pg_dawdles--;
+	}
+	ret = pg_probe_endpoints(dev, le32_to_cpu(hello.session), PG_MAX_ENDPOINTS, &msg);"#,
+    ),
+];
 
 /// See the module. The file descriptor 3 takes results.
 pub const SCRIPT: &str = r#"
@@ -58,10 +99,17 @@ say endpoints-after-slice-add gpu0,fpga0,gpu1 $(until_is gpu0,fpga0,gpu1 names)
 pgctl copy --from gpu1 --to fpga0 --size 1M --verify >/dev/null 2>&1; say new-endpoint-works 0 $?
 echo "operator: take it away"
 say endpoints-after-slice-remove gpu0,fpga0 $(until_is gpu0,fpga0 names)
-echo "operator: change your mind"
-say endpoints-after-haste gpu0,fpga0,last $(until_is gpu0,fpga0,last names)
-pgctl copy --from last --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-haste 0 $?
+# The session ends between HELLO and PROBE, twice in a row.
+begun() { dmesg | grep -c 'device lost its state: session'; }
+rmmod peergate; insmod /lib/dawdling.ko; echo 2 >/sys/module/peergate/parameters/dawdles
+before=$(begun)
+echo "operator: add a slice"
+say endpoints-after-lost-sessions gpu0,fpga0,last $(until_is gpu0,fpga0,last names)
+say sessions-that-were-lost 2 $((2 - $(cat /sys/module/peergate/parameters/dawdles)))
+say sessions-that-began 1 $(($(begun) - before))
 say sessions-that-did-not-begin 0 $(dmesg | grep -c 'cannot begin a session')
+pgctl copy --from last --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-lost-sessions 0 $?
+rmmod peergate; insmod /lib/peergate.ko
 say users-after-slice-changes 0 $(until_is 0 users)
 say pinned-after-slice-changes 0 $(until_is 0 pinned)
 

@@ -32,8 +32,8 @@ const LOSSES: u32 = 3;
 pub struct Plan {
     /// The file of the main job.
     file: PathBuf,
-    /// Whether the driver's own tests run after the self-test.
-    driver_tests: bool,
+    /// The driver that dawdles, if the driver's own tests run after the self-test.
+    driver_tests: Option<PathBuf>,
     /// How often the worker is ended meanwhile.
     losses: u32,
     timeout: Duration,
@@ -43,13 +43,13 @@ impl Plan {
     /// The scenario on `file`.
     #[must_use]
     pub fn demo(file: PathBuf) -> Self {
-        Self { file, driver_tests: false, losses: 0, timeout: Duration::from_secs(300) }
+        Self { file, driver_tests: None, losses: 0, timeout: Duration::from_secs(300) }
     }
 
-    /// The scenario, then the driver's own tests.
+    /// The scenario, then the driver's own tests, which need a driver that dawdles ([`driver::dawdling_module`]) too.
     #[must_use]
-    pub fn tests(file: PathBuf) -> Self {
-        Self { driver_tests: true, losses: LOSSES, timeout: Duration::from_secs(600), ..Self::demo(file) }
+    pub fn tests(file: PathBuf, dawdling: PathBuf) -> Self {
+        Self { driver_tests: Some(dawdling), losses: LOSSES, timeout: Duration::from_secs(600), ..Self::demo(file) }
     }
 }
 
@@ -140,8 +140,11 @@ pub(super) fn root(kit: &Kit, programs: &Programs, module: &Path) -> Result<(Ini
 fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<GuestSpec> {
     let (mut root, load) = root(kit, programs, module)?;
     root.file("/data/input", &plan.file, 0o644);
-    let tests = if plan.driver_tests { driver::SCRIPT } else { "" };
-    let hooks = if plan.driver_tests && kit.is_debug() { debug::SCRIPT } else { "" };
+    if let Some(dawdling) = &plan.driver_tests {
+        root.file("/lib/dawdling.ko", dawdling, 0o644);
+    }
+    let tests = plan.driver_tests.as_ref().map_or("", |_| driver::SCRIPT);
+    let hooks = if plan.driver_tests.is_some() && kit.is_debug() { debug::SCRIPT } else { "" };
     let slow = if kit.is_debug() { DEBUG_IS_SLOWER } else { 1 };
     root.bytes("/lib/driver-tests.sh", tests, 0o644);
     root.init_script(&format!("{load}SLOW={slow}\nLOSSES={}\n{HOOKS}{hooks}{SCRIPT}", plan.losses));
@@ -198,7 +201,7 @@ mod tests {
         "{\"name\":\"a\",\"expected\":\"x\",\"got\":\"x\",\"ok\":true}\n{\"rows\":1,\"failed\":0,\"ok\":true}\n";
 
     fn read(text: &str, losses: u32) -> Result<usize> {
-        let plan = Plan { losses, ..Plan::tests(PathBuf::new()) };
+        let plan = Plan { losses, ..Plan::tests(PathBuf::new(), PathBuf::new()) };
         let mut ignore = |_: &super::super::Row| {};
         let mut rows = Rows::new(&mut ignore);
         read_results(text, &plan, &mut rows).map(|()| rows.all().len())

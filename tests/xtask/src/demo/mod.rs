@@ -93,7 +93,8 @@ pub fn guest_tests<'r>(kit: &Kit, report: &'r mut dyn FnMut(&Row)) -> Result<Row
     ensure!(slow.contains(link), "configs/demo.toml has no device to slow down");
     let mut daemon = Daemon::start_with(&programs, &slow)?;
     let mut rows = Rows::new(report);
-    guest::run(kit, &programs, &module, &mut daemon, &guest::Plan::tests(kit.kernel_image()), &mut rows)?;
+    let plan = guest::Plan::tests(kit.kernel_image(), driver::dawdling_module(kit)?);
+    guest::run(kit, &programs, &module, &mut daemon, &plan, &mut rows)?;
     finish(daemon, &mut rows)?;
     Ok(rows)
 }

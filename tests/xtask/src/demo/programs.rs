@@ -2,6 +2,7 @@
 //!
 //! Not here: running the daemon or a guest.
 
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,7 +10,8 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use tempfile::TempDir;
 
 use super::daemon::Daemon;
 use super::{Rows, TENANT};
@@ -101,6 +103,33 @@ impl Programs {
         }
         Ok(())
     }
+}
+
+/// One change of the driver's sources: file, what stands there, what is to stand there.
+pub type Change = (&'static str, &'static str, &'static str);
+
+/// Builds the guest's kernel module from changed sources, in the folder `name` of the target directory.
+///
+/// # Errors
+/// When it does not build clean, or its sources have moved on.
+pub fn changed_module(kit: &Kit, name: &str, changes: &[Change]) -> Result<PathBuf> {
+    let drivers = checkout().join("guest-driver");
+    let copy = TempDir::with_prefix("peergate-driver-").context("Cannot create a temporary folder")?;
+    let source = copy.path().join("kernel");
+    fs::create_dir(&source).context("Cannot create a temporary folder")?;
+    for entry in fs::read_dir(drivers.join("kernel")).context("Cannot read the driver's sources")? {
+        let file = entry.context("Cannot read the driver's sources")?;
+        fs::copy(file.path(), source.join(file.file_name())).context("Cannot copy the driver's sources")?;
+    }
+    for (name, from, to) in changes {
+        let file = source.join(name);
+        let text = fs::read_to_string(&file).with_context(|| format!("Cannot read {name}"))?;
+        let places = text.matches(from).count();
+        ensure!(places == 1, "{name} has {places} places that read {from:?}; one is needed");
+        fs::write(&file, text.replacen(from, to, 1)).with_context(|| format!("Cannot write {name}"))?;
+    }
+    let built = kit.build_module(&source, &[&drivers.join("uapi")], &target_dir().join(name))?;
+    built.into_iter().next().context("The kernel module was not built")
 }
 
 /// Where cargo puts what it builds.

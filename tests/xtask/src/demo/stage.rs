@@ -5,22 +5,19 @@
 //!
 //! Not here: the orders.
 
-use std::fs;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use tempfile::TempDir;
 
 use super::actor::Actor;
 use super::daemon::Daemon;
 use super::guest::{DEBUG_IS_SLOWER, DEBUG_MEMORY_MIB, device_args, root};
-use super::programs::{Programs, target_dir};
+use super::programs::{Change, Programs, changed_module};
 use crate::guest::{Guest, GuestSpec};
 use crate::kit::Kit;
-use crate::work::checkout;
 
 /// From a guest's start to its power-off.
 const TIME: Duration = Duration::from_secs(420);
@@ -82,8 +79,7 @@ impl Started {
     }
 }
 
-/// One change of the driver's sources: file, what stands there, what is to stand there.
-const LIES: &[(&str, &str, &str)] = &[
+const LIES: &[Change] = &[
     (
         "peergate_internal.h",
         "extern unsigned int pg_control_timeout_ms;",
@@ -107,21 +103,5 @@ const LIES: &[(&str, &str, &str)] = &[
 /// # Errors
 /// When it does not build clean, or its sources have moved on.
 pub fn lying_module(kit: &Kit) -> Result<PathBuf> {
-    let drivers = checkout().join("guest-driver");
-    let copy = TempDir::with_prefix("peergate-liar-").context("Cannot create a temporary folder")?;
-    let source = copy.path().join("kernel");
-    fs::create_dir(&source).context("Cannot create a temporary folder")?;
-    for entry in fs::read_dir(drivers.join("kernel")).context("Cannot read the driver's sources")? {
-        let file = entry.context("Cannot read the driver's sources")?;
-        fs::copy(file.path(), source.join(file.file_name())).context("Cannot copy the driver's sources")?;
-    }
-    for (name, from, to) in LIES {
-        let file = source.join(name);
-        let text = fs::read_to_string(&file).with_context(|| format!("Cannot read {name}"))?;
-        let places = text.matches(from).count();
-        ensure!(places == 1, "{name} has {places} places that read {from:?}; one is needed");
-        fs::write(&file, text.replacen(from, to, 1)).with_context(|| format!("Cannot write {name}"))?;
-    }
-    let built = kit.build_module(&source, &[&drivers.join("uapi")], &target_dir().join("guest-liar"))?;
-    built.into_iter().next().context("The kernel module was not built")
+    changed_module(kit, "guest-liar", LIES)
 }
