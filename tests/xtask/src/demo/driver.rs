@@ -74,7 +74,9 @@ users() { grep '^peergate ' /proc/modules | cut -d' ' -f3; }
 loaded() { grep -c '^peergate ' /proc/modules; }
 device() { for d in /sys/bus/virtio/drivers/peergate/virtio*; do [ -e "$d" ] && basename $d; done; }
 nodes() { ls /dev | grep -c '^peergate'; }
-busy() { pgctl copy --from gpu0 --to fpga0 --size 32M --repeat 100000 >/dev/null 2>/tmp/busy.log & }
+# Copies that go on until something ends them; says whether they do go on.
+copying() { [ -s /tmp/copies ] && kill -0 $victim && echo yes; }
+busy() { pgctl copy --from gpu0 --to fpga0 --size 32M --repeat 100000 >/tmp/copies 2>&1 & victim=$!; say copying-before-$1 yes "$([ "$(until_is yes copying)" = yes ] && echo yes || tail -1 /tmp/copies)"; }
 
 say pinned-after-selftest 0 $(until_is 0 pinned)
 say module-users-after-selftest 0 $(until_is 0 users)
@@ -91,10 +93,9 @@ done
 # The operator, asked on the console, changes the tenant's slices: the endpoints are those of the new session, with the same module.
 names() { pgctl list --json | tr ',' '\n' | grep '"name":' | cut -d'"' -f4 | tr '\n' ' ' | sed 's/ $//; s/ /,/g'; }
 say endpoints-at-first gpu0,fpga0 $(names)
-busy; stale=$!
-until_is 1 users >/dev/null
+busy slice-add
 echo "operator: add a slice"
-wait $stale; say copy-ends-with-the-session 1 $?
+wait $victim; say copy-ends-with-the-session 1 $?
 say endpoints-after-slice-add gpu0,fpga0,gpu1 $(until_is gpu0,fpga0,gpu1 names)
 pgctl copy --from gpu1 --to fpga0 --size 1M --verify >/dev/null 2>&1; say new-endpoint-works 0 $?
 echo "operator: take it away"
@@ -114,16 +115,14 @@ say users-after-slice-changes 0 $(until_is 0 users)
 say pinned-after-slice-changes 0 $(until_is 0 pinned)
 
 # A process killed in mid-copy.
-busy; victim=$!
-until_is 1 users >/dev/null
+busy kill
 kill -9 $victim; wait $victim 2>/dev/null
 say users-after-kill 0 $(until_is 0 users)
 say pinned-after-kill 0 $(until_is 0 pinned)
 pgctl copy --from gpu0 --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-kill 0 $?
 
 # Unload right behind a killed process: its DETACH may still be on its way.
-busy; victim=$!
-until_is 1 users >/dev/null
+busy unload
 kill -9 $victim; wait $victim 2>/dev/null
 until_is 0 users >/dev/null
 rmmod peergate; say unload-behind-a-kill 0 $?
@@ -133,8 +132,7 @@ insmod /lib/peergate.ko; say reload 0 $?
 pgctl copy --from gpu0 --to fpga0 --size 1M --verify >/dev/null 2>&1; say works-after-reload 0 $?
 
 # With a file open the module stays, but the device can be taken away in mid-copy.
-busy; victim=$!
-until_is 1 users >/dev/null
+busy unbind
 rmmod peergate 2>/dev/null; say unload-while-open-is-refused 1 $(loaded)
 name=$(device)
 echo $name > /sys/bus/virtio/drivers/peergate/unbind; say unbind-in-mid-copy 0 $?
