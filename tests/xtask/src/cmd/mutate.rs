@@ -19,6 +19,9 @@ use xtask::demo::{self, Acts, WITHOUT_VM};
 use super::mutations::{MUTATIONS, Mutation};
 use super::{Steps, checkout};
 
+/// Builds soonest, again and again.
+const PROFILE: &str = "dev";
+
 /// Break the protection in some thirty ways, one at a time, and demand that `demo --no-vm` fails for each
 #[derive(Debug, Args)]
 pub(crate) struct MutateArgs {
@@ -41,7 +44,7 @@ pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     copy_tree(tree.path())?;
     let target = target_dir().join("mutate");
     eprintln!("building the tree as it is");
-    let programs = Programs::build_at(tree.path(), &target, WITHOUT_VM)?;
+    let programs = Programs::build_at(tree.path(), &target, PROFILE, WITHOUT_VM)?;
     let sound = demo::play(&programs, Acts::Both, None, &mut |_| {})?.failed();
     ensure!(sound == 0, "The scenario fails without any mutation: {sound} rows; see cargo xtask demo --no-vm");
     let mut steps = Steps::only(args.only.clone());
@@ -57,7 +60,8 @@ impl Mutation {
         let file = tree.join(self.file);
         let original = fs::read_to_string(&file).with_context(|| format!("Cannot read {}", self.file))?;
         fs::write(&file, self.applied(&original)?).context("Cannot write the mutation")?;
-        let verdict = Programs::build_at(tree, target, &["vmm_daemon"]).map(|programs| Self::verdict(&programs));
+        let verdict =
+            Programs::build_at(tree, target, PROFILE, &["vmm_daemon"]).map(|programs| Self::verdict(&programs));
         fs::write(&file, original).context("Cannot take the mutation back")?;
         match verdict? {
             Some(noticed) => {

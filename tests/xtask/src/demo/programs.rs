@@ -1,4 +1,4 @@
-//! The programs that take part, built once with the `fast` profile.
+//! The programs that take part, built once, with the `fast` profile if nobody wants another one.
 //!
 //! Not here: running the daemon or a guest.
 
@@ -34,21 +34,21 @@ impl Programs {
     /// When one does not build.
     pub fn build(packages: &[&str]) -> Result<Self> {
         eprintln!("building {}", packages.join(", "));
-        Self::build_at(&checkout(), &target_dir(), packages)
+        Self::build_at(&checkout(), &target_dir(), "fast", packages)
     }
 
-    /// As [`Programs::build`], quietly, of another tree and into another target directory.
+    /// As [`Programs::build`], quietly, of another tree, into another target directory and with any profile.
     ///
     /// # Errors
     /// As there.
-    pub fn build_at(tree: &Path, target: &Path, packages: &[&str]) -> Result<Self> {
-        let mut command = cargo(&["build", "--quiet", "--profile", "fast"]);
+    pub fn build_at(tree: &Path, target: &Path, profile: &str, packages: &[&str]) -> Result<Self> {
+        let mut command = cargo(&["build", "--quiet", "--profile", profile]);
         command.current_dir(tree).env("CARGO_TARGET_DIR", target);
         for package in packages {
             command.args(["--package", package]);
         }
         must(command).context("The programs do not build")?;
-        Ok(Self { dir: target.join("fast") })
+        Ok(Self { dir: target.join(if profile == "dev" { "debug" } else { profile }) })
     }
 
     /// A command that runs a built program.
