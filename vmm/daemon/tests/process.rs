@@ -62,6 +62,22 @@ fn it_says_once_when_every_tenant_can_be_connected_to() {
 }
 
 #[test]
+fn a_daemon_without_tenants_says_that_it_is_ready_too() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), "", CONFIG.split("[[tenant]]").next().unwrap());
+    let mut child = peergated(dir.path()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let control = dir.path().join("run/control.sock");
+    while Client::connect(&control).and_then(|mut client| client.ask(&Request::Status)).is_err() {
+        assert!(child.try_wait().unwrap().is_none(), "it has ended");
+        std::thread::yield_now();
+    }
+    kill(child.id(), Signal::TERM);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(stdout(&output), format!("peergated is ready; control socket {}\n", control.display()));
+}
+
+#[test]
 fn sigint_and_sighup_end_it_in_good_order_too() {
     for signal in [Signal::INT, Signal::HUP] {
         let mut daemon = Daemon::start();

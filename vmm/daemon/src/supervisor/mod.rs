@@ -177,10 +177,10 @@ impl Supervisor {
         }
     }
 
-    /// Says once, on standard output, that every tenant waits for its VMM.
+    /// Says once, on standard output, that every tenant waits for its VMM, also if there is none.
     fn tell_ready(&mut self) {
         let is_up = |tenant: &Tenant| matches!(tenant.state(), TenantState::Waiting | TenantState::Connected);
-        if self.told_ready || !self.tenants.iter().all(is_up) {
+        if self.told_ready || self.ending.is_some() || !self.tenants.iter().all(is_up) {
             return;
         }
         self.told_ready = true;
@@ -201,6 +201,7 @@ impl Supervisor {
         }
         self.tidy(now);
         self.start_what_is_due(now, ops);
+        self.tell_ready();
         let left = self.processes();
         if self.ending.is_some() && (left == 0 || given_up) {
             self.done.set(Some(left));
@@ -310,7 +311,6 @@ impl Supervisor {
         {
             forget(ops, channel.as_fd());
         }
-        self.tell_ready();
     }
 
     fn on_worker_end(&mut self, id: u32, ops: &mut EventOps<'_>) {
@@ -330,7 +330,6 @@ impl Supervisor {
         {
             forget(ops, channel.as_fd());
         }
-        self.tell_ready();
     }
 
     fn on_keeper_end(&mut self, id: u32, ops: &mut EventOps<'_>) {
