@@ -68,6 +68,8 @@ pub struct Device {
     pub(crate) pause: Pause,
     queues: Box<[Queue]>,
     pub(crate) timekeeper: Mutex<Turn>,
+    /// Held while the observer is told the gauges, so that what it is told last is also what was found last.
+    telling: Mutex<()>,
     wake: OnceLock<Arc<dyn Fn() + Send + Sync>>,
     journal: OnceLock<JournalWords>,
 }
@@ -122,6 +124,7 @@ impl Device {
             pause: Pause::default(),
             queues,
             timekeeper: Mutex::new(Turn::new()),
+            telling: Mutex::default(),
             wake: OnceLock::new(),
             journal: OnceLock::new(),
             spec,
@@ -273,8 +276,10 @@ impl Device {
         self.down.store(true, Ordering::Release);
     }
 
-    /// Tells the observer how many there are of what rises and falls.
-    pub(crate) fn gauges(&self) {
+    /// Tells the observer how many there are of what rises and falls. Turns do that themselves, each at its end, when the driver may know already
+    /// what it did.
+    pub fn gauges(&self) {
+        let _telling = lock(&self.telling);
         let domains = lock(&self.domains).len();
         let (buffers, bytes) = {
             let buffers = lock(&self.buffers);

@@ -42,7 +42,8 @@ impl Device {
     }
 
     /// Whether a paused device has nothing left of what it took: every chain of the submission queues is back and no engine moves anything for it.
-    /// True for good, until [`Device::unpause`], except for work that a device's own logic starts. Never waits.
+    /// True for good, until [`Device::unpause`], except for work that a device's own logic starts. Never waits. The gauges may lag behind it by a turn:
+    /// see [`Device::gauges`].
     pub fn is_quiet(&self) -> bool {
         if !self.pause.is_on() {
             return false;

@@ -3,7 +3,11 @@
 
 mod common;
 
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use common::*;
+use vdev_device::Gauge;
 use vdev_wire::{Opcode, Status};
 
 const D: u64 = IOVA + DATA;
@@ -99,5 +103,38 @@ fn a_device_that_says_it_is_quiet_completes_nothing_more() {
         bed.device.unpause();
         bed.drain();
         assert!(bed.is_used(batch) && bed.is_used(other));
+    }
+}
+
+/// Whoever finds a number first and tells it last would leave the wrong one behind.
+#[test]
+fn the_number_in_flight_is_true_once_a_device_is_quiet() {
+    let mut bed = Bed::ready();
+    bed.seen.is_slow.store(true, Ordering::Relaxed);
+    for _ in 0..100 {
+        bed.engine.set(Mode::Hold);
+        bed.device.unpause();
+        bed.submit(1, &[fill(D, 8, 1)]);
+        bed.drain();
+        assert_eq!(bed.seen.gauge_of(Gauge::InFlight), 1);
+        bed.device.pause();
+        let (began, ends) = (Barrier::new(2), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                bed.device.gauges();
+                began.wait();
+                while !ends.load(Ordering::Relaxed) {
+                    bed.device.gauges();
+                }
+            });
+            began.wait();
+            bed.engine.release(0);
+            while !bed.device.is_quiet() {
+                bed.device.poll();
+            }
+            ends.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(bed.seen.gauge_of(Gauge::InFlight), 0);
+        bed.rings[2].take_used();
     }
 }

@@ -16,6 +16,7 @@ pub mod ring;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,8 @@ pub struct Seen {
     pub counts: Mutex<HashMap<Counter, u64>>,
     pub gauges: Mutex<BTreeMap<Gauge, u64>>,
     pub faults: Mutex<Vec<FaultRecord>>,
+    /// Takes long to note that something is in flight.
+    pub is_slow: AtomicBool,
 }
 
 impl Observer for Seen {
@@ -63,6 +66,9 @@ impl Observer for Seen {
         *self.counts.lock().unwrap().entry(counter).or_default() += by;
     }
     fn gauge(&self, gauge: Gauge, value: u64) {
+        if gauge == Gauge::InFlight && value > 0 && self.is_slow.load(Ordering::Relaxed) {
+            (0..100).for_each(|_| std::thread::yield_now());
+        }
         self.gauges.lock().unwrap().insert(gauge, value);
     }
 }

@@ -33,6 +33,8 @@ impl Drain {
             && device.is_quiet()
         {
             self.asked = None;
+            // Whoever hears that nothing is in flight must not read another number afterwards.
+            device.gauges();
             channel.send(&ToSupervisor::Drained { turn }, &[])?;
         }
         Ok(())
