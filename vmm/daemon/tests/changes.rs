@@ -4,7 +4,6 @@
 mod common;
 
 use std::fs;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -415,11 +414,6 @@ fn a_worker_that_does_not_make_room_is_killed() {
     daemon.end();
 }
 
-fn children(pid: u32) -> Vec<OwnedFd> {
-    let list = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-    list.split_whitespace().map(|pid| process(pid.parse().unwrap())).collect()
-}
-
 #[test]
 fn whenever_the_daemon_is_killed_the_file_is_one_that_it_can_be_started_with() {
     let mut daemon = Daemon::start_with("", &roomy());
@@ -430,12 +424,8 @@ fn whenever_the_daemon_is_killed_the_file_is_one_that_it_can_be_started_with() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_peergate"));
         command.arg("--socket").arg(daemon.control()).args(args).stdout(Stdio::null()).stderr(Stdio::null());
         let mut command = command.spawn().unwrap();
-        daemon.signal(Signal::STOP);
-        let children = children(daemon.pid());
         daemon.signal(Signal::KILL);
         daemon.wait();
-        // Who has its sockets ends with it, but not in the same moment.
-        children.iter().for_each(wait_for_end);
         let was_told = command.wait().unwrap().success();
         let dir = std::mem::replace(&mut daemon.dir, tempfile::tempdir().unwrap());
         let checked = peergated(dir.path()).arg("--check").output().unwrap();

@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::{FileExt, PermissionsExt};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -262,6 +262,39 @@ fn every_process_follows_a_supervisor_that_is_killed_and_the_next_daemon_takes_i
     let next = Daemon::start_in(dir);
     assert_eq!(next.tenant(0).session, 1);
     next.end();
+}
+
+#[test]
+fn a_daemon_waits_for_what_is_left_of_the_one_before() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), "", CONFIG);
+    fs::create_dir(dir.path().join("run")).unwrap();
+    let left = ["vm0.sock", "vm1.sock"].map(|name| UnixListener::bind(dir.path().join("run").join(name)).unwrap());
+    let _worker = UnixListener::bind(dir.path().join("run/.worker-1")).unwrap();
+    // Each ends once the next daemon has found it.
+    let ends = left.map(|left| std::thread::spawn(move || drop(left.accept().unwrap())));
+    let daemon = Daemon::start_in(dir);
+    ends.into_iter().for_each(|end| end.join().unwrap());
+    let log = daemon.log();
+    assert_eq!(log.matches("Waiting for what may be left of an earlier daemon to end").count(), 2, "{log}");
+    assert!(!log.contains("ERROR"), "{log}");
+    daemon.end();
+}
+
+#[test]
+fn a_daemon_does_not_wait_for_ever() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), "", CONFIG);
+    let path = dir.path().join("run/vm1.sock");
+    fs::create_dir(dir.path().join("run")).unwrap();
+    let _other = UnixListener::bind(&path).unwrap();
+    let output = peergated(dir.path()).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let expected = format!(
+        "peergated: Waited 5 s for what may be left of an earlier daemon: Another process listens at {}; end it, or choose another path\n",
+        path.display()
+    );
+    assert!(stderr(&output).ends_with(&expected), "{}", stderr(&output));
 }
 
 #[test]

@@ -214,7 +214,8 @@ impl Supervisor {
                 What::Added => {
                     self.check_path(tenant)?;
                     let (id, place) = (self.free_id(&prepared.tenants), self.free_place(&prepared.tenants));
-                    prepared.tenants.push(Tenant::new(id, place, tenant.clone())?);
+                    let socket = vmm_control::listen(&tenant.socket, tenant.socket_mode)?;
+                    prepared.tenants.push(Tenant::new(id, place, tenant.clone(), socket)?);
                 }
                 What::Socket => {
                     self.check_path(tenant)?;

@@ -16,6 +16,7 @@ mod child;
 mod clients;
 mod faults;
 mod inspect;
+mod leftovers;
 mod process;
 mod runtime_dir;
 mod tenant;
@@ -42,6 +43,7 @@ use crate::config::store::Store;
 use broker::Broker;
 use child::{Heard, why};
 use clients::Clients;
+use leftovers::Patience;
 use process::Starter;
 use runtime_dir::RuntimeDir;
 use tenant::Tenant;
@@ -97,8 +99,9 @@ pub(crate) fn run(store: Store, config: Config) -> anyhow::Result<()> {
     let sandbox = Sandbox::new(config.daemon.seccomp, &[Class::Supervisor])?;
     let starter = Starter::new(&config.daemon)?;
     raise_descriptor_limit();
+    let mut patience = Patience::new(runtime_dir::PATIENCE);
     // Dropped last: its sockets are gone by then.
-    let _runtime_dir = RuntimeDir::acquire(&config.daemon.runtime_dir)?;
+    let _runtime_dir = RuntimeDir::acquire(&config.daemon.runtime_dir, || patience.wait())?;
     let done = Rc::new(Cell::new(None));
     let supervisor = Supervisor::new(store, config, starter, signals, Rc::clone(&done))?;
     sandbox.apply(Class::Supervisor)?;
@@ -133,12 +136,16 @@ impl Supervisor {
         done: Rc<Cell<Option<usize>>>,
     ) -> anyhow::Result<Self> {
         let daemon = &config.daemon;
-        let control = vmm_control::listen(&daemon.control, daemon.control_mode)?;
+        let mut patience = Patience::new(leftovers::PATIENCE);
+        let control = leftovers::listen(&daemon.control, daemon.control_mode, || patience.wait())?;
         control.listener().set_nonblocking(true).context("Cannot prepare the control socket")?;
         let bandwidths: Vec<_> = config.devices.iter().map(|device| device.link.bandwidth).collect();
         let timer = timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)
             .context("Cannot make a timer")?;
-        let tenants = (0..).zip(config.tenants.iter().cloned()).map(|(id, tenant)| Tenant::new(id, id, tenant));
+        let tenants = (0..).zip(config.tenants.iter().cloned()).map(|(id, tenant)| {
+            let socket = leftovers::listen(&tenant.socket, tenant.socket_mode, || patience.wait())?;
+            Tenant::new(id, id, tenant, socket)
+        });
         let tenants = tenants.collect::<anyhow::Result<Vec<_>>>()?;
         Ok(Self {
             next_id: u16::try_from(tenants.len()).unwrap_or(0),

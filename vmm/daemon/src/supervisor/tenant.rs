@@ -22,6 +22,7 @@ use vmm_control::{SocketFile, TenantState};
 
 use super::backoff::Backoff;
 use super::child::{Child, Heard, why};
+use super::leftovers::remove_socket;
 use super::process::Starter;
 use crate::config::{Config, SliceConfig, TenantConfig};
 
@@ -74,8 +75,8 @@ pub(crate) enum Stage {
 }
 
 impl Tenant {
-    pub(crate) fn new(id: u16, place: u16, config: TenantConfig) -> anyhow::Result<Self> {
-        let socket = vmm_control::listen(&config.socket, config.socket_mode)?;
+    /// A tenant whose VMM will find `socket`.
+    pub(crate) fn new(id: u16, place: u16, config: TenantConfig, socket: SocketFile) -> anyhow::Result<Self> {
         let page = TenantPage::create(&config.name)?;
         let journal = JournalPage::create(&config.name)?;
         let now = Instant::now();
@@ -440,6 +441,8 @@ fn setup(tenant: &TenantConfig, place: u16, session: u32, config: &Config) -> Se
 /// A listening socket for one worker, and the connection to it. Its file, which only this daemon's user can use, goes with the first.
 fn private_connection(config: &Config, id: u16) -> anyhow::Result<(SocketFile, UnixStream)> {
     let path = config.daemon.runtime_dir.join(format!(".worker-{id}"));
+    // A worker of a daemon that was killed may be there still, and nobody wants anything of it.
+    remove_socket(&path);
     let socket = vmm_control::listen(&path, 0o600).context("Cannot make a worker's socket")?;
     let stream = UnixStream::connect(&path).context("Cannot connect to a worker's socket")?;
     Ok((socket, stream))
@@ -473,7 +476,8 @@ mod tests {
     fn tenant(dir: &Path) -> (Tenant, Config) {
         let mut config = Config::parse(Path::new("demo.toml"), CONFIG).unwrap();
         config.tenants[0].socket = dir.join("t.sock");
-        (Tenant::new(0, 0, config.tenants[0].clone()).unwrap(), config)
+        let socket = vmm_control::listen(&config.tenants[0].socket, 0o600).unwrap();
+        (Tenant::new(0, 0, config.tenants[0].clone(), socket).unwrap(), config)
     }
 
     /// A tenant that has a keeper and a worker, and their ends of the channels.
