@@ -276,8 +276,7 @@ impl Device {
         self.down.store(true, Ordering::Release);
     }
 
-    /// Tells the observer how many there are of what rises and falls. Turns do that themselves, each at its end, when the driver may know already
-    /// what it did.
+    /// Tells the observer how many there are of what rises and falls. Turns do that themselves, each at its end.
     pub fn gauges(&self) {
         let _telling = lock(&self.telling);
         let domains = lock(&self.domains).len();

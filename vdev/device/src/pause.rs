@@ -12,6 +12,7 @@ use std::time::Duration;
 use vdev_wire::FIRST_SUBMIT_QUEUE;
 
 use crate::device::Device;
+use crate::sync::lock;
 
 /// Whether submission queues rest.
 #[derive(Default)]
@@ -42,8 +43,8 @@ impl Device {
     }
 
     /// Whether a paused device has nothing left of what it took: every chain of the submission queues is back and no engine moves anything for it.
-    /// True for good, until [`Device::unpause`], except for work that a device's own logic starts. Never waits. The gauges may lag behind it by a turn:
-    /// see [`Device::gauges`].
+    /// True for good, until [`Device::unpause`], except for work that a device's own logic starts. Never waits. The observer may not have heard of all of it
+    /// yet: see [`Device::await_turns`].
     pub fn is_quiet(&self) -> bool {
         if !self.pause.is_on() {
             return false;
@@ -51,6 +52,14 @@ impl Device {
         let mut queues = FIRST_SUBMIT_QUEUE..self.num_queues();
         let rests = |index| self.is_between_turns(index) && self.port(index).is_none_or(|port| port.is_idle());
         queues.all(rests) && self.ready.is_empty() && self.starved.is_empty() && self.flights.is_empty()
+    }
+
+    /// Waits until every turn that has begun is over. A turn tells the observer at its end what it did, when the driver may know already.
+    pub fn await_turns(&self) {
+        for state in (0..self.num_queues()).filter_map(|index| self.queue_state(index)) {
+            drop(lock(state));
+        }
+        drop(lock(&self.timekeeper));
     }
 
     /// On the timekeeper's thread: takes up what came during a pause. `Some` if there is more at once.

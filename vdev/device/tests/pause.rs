@@ -7,7 +7,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::*;
-use vdev_device::Gauge;
+use vdev_device::{Counter, Gauge};
 use vdev_wire::{Opcode, Status};
 
 const D: u64 = IOVA + DATA;
@@ -110,7 +110,7 @@ fn a_device_that_says_it_is_quiet_completes_nothing_more() {
 #[test]
 fn the_number_in_flight_is_true_once_a_device_is_quiet() {
     let mut bed = Bed::ready();
-    bed.seen.is_slow.store(true, Ordering::Relaxed);
+    bed.seen.gauges_slowly.store(true, Ordering::Relaxed);
     for _ in 0..100 {
         bed.engine.set(Mode::Hold);
         bed.device.unpause();
@@ -135,6 +135,37 @@ fn the_number_in_flight_is_true_once_a_device_is_quiet() {
             ends.store(true, Ordering::Relaxed);
         });
         assert_eq!(bed.seen.gauge_of(Gauge::InFlight), 0);
+        bed.rings[2].take_used();
+    }
+}
+
+/// The driver has its work back before the observer hears of it.
+#[test]
+fn once_the_turns_are_over_the_observer_has_heard_of_all_that_a_quiet_device_did() {
+    let mut bed = Bed::ready();
+    bed.seen.counts_slowly.store(true, Ordering::Relaxed);
+    for round in 1..=100 {
+        bed.engine.set(Mode::Hold);
+        bed.device.unpause();
+        bed.submit(1, &[fill(D, 8, 1)]);
+        bed.drain();
+        bed.device.pause();
+        let ends = AtomicBool::new(false);
+        let seen = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ends.load(Ordering::Relaxed) {
+                    bed.device.poll();
+                }
+            });
+            bed.engine.release(0);
+            while !bed.device.is_quiet() {
+                std::thread::yield_now();
+            }
+            bed.device.await_turns();
+            ends.store(true, Ordering::Relaxed);
+            (bed.seen.count_of(Counter::Ops), bed.seen.gauge_of(Gauge::InFlight))
+        });
+        assert_eq!(seen, (round, 0));
         bed.rings[2].take_used();
     }
 }

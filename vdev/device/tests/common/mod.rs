@@ -54,8 +54,10 @@ pub struct Seen {
     pub counts: Mutex<HashMap<Counter, u64>>,
     pub gauges: Mutex<BTreeMap<Gauge, u64>>,
     pub faults: Mutex<Vec<FaultRecord>>,
+    /// Takes long to count.
+    pub counts_slowly: AtomicBool,
     /// Takes long to note that something is in flight.
-    pub is_slow: AtomicBool,
+    pub gauges_slowly: AtomicBool,
 }
 
 impl Observer for Seen {
@@ -63,10 +65,13 @@ impl Observer for Seen {
         self.faults.lock().unwrap().push(*record);
     }
     fn count(&self, counter: Counter, by: u64) {
+        if self.counts_slowly.load(Ordering::Relaxed) {
+            (0..100).for_each(|_| std::thread::yield_now());
+        }
         *self.counts.lock().unwrap().entry(counter).or_default() += by;
     }
     fn gauge(&self, gauge: Gauge, value: u64) {
-        if gauge == Gauge::InFlight && value > 0 && self.is_slow.load(Ordering::Relaxed) {
+        if gauge == Gauge::InFlight && value > 0 && self.gauges_slowly.load(Ordering::Relaxed) {
             (0..100).for_each(|_| std::thread::yield_now());
         }
         self.gauges.lock().unwrap().insert(gauge, value);

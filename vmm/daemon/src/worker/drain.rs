@@ -33,8 +33,8 @@ impl Drain {
             && device.is_quiet()
         {
             self.asked = None;
-            // Whoever hears that nothing is in flight must not read another number afterwards.
-            device.gauges();
+            // Whoever hears that nothing is in flight must not read other numbers afterwards.
+            device.await_turns();
             channel.send(&ToSupervisor::Drained { turn }, &[])?;
         }
         Ok(())
