@@ -245,13 +245,15 @@ impl Device {
         self.queues.iter().filter_map(|queue| lock(&queue.port).clone()).collect()
     }
 
-    /// Takes a queue's ring out of use, once its thread is out of its turn.
+    /// Takes a queue's ring out of use, once its thread is out of its turn. Who finds it taken waits for that as well.
     pub(crate) fn take_port(&self, index: u16) -> Option<Arc<Port>> {
         let queue = self.queues.get(usize::from(index))?;
-        let port = lock(&queue.port).take()?;
-        port.stop_taking();
+        let port = lock(&queue.port).take();
+        if let Some(port) = &port {
+            port.stop_taking();
+        }
         drop(lock(&queue.state));
-        Some(port)
+        port
     }
 
     /// How to wake the timekeeper: called from any thread, must not block. Only the first one given counts.

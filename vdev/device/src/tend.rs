@@ -247,14 +247,12 @@ impl Device {
     }
 
     /// The connection is over: takes no more work, waits until the engines are quiet, answers what is left, forgets every domain and touches no
-    /// ring any more. Buffers are not scrubbed: whoever owns the memory does that.
+    /// ring any more. Buffers are not scrubbed: whoever owns the memory does that. May be called by several threads at a time.
     pub fn shutdown(&self) {
         self.go_down();
         let ports = self.ports();
-        for port in &ports {
-            // Waits for the queue's thread to be out of its turn.
-            drop(self.take_port(port.index));
-        }
+        // Waits for each queue's thread to be out of its turn, whoever has taken the queue's ring.
+        (0..self.num_queues()).for_each(|index| drop(self.take_port(index)));
         let domains: Vec<_> = lock(&self.domains).values().map(Arc::clone).collect();
         {
             let mut turn = lock(&self.timekeeper);

@@ -169,3 +169,34 @@ fn progress_of_the_engine_wakes_the_timekeeper() {
     bed.engine.release(0);
     receive.recv().expect("woken by the engine");
 }
+
+/// A connection that ends and a process that is told to end do so at the same time, and neither may take the other's word for that queues rest.
+#[test]
+fn two_who_end_the_device_at_a_time_have_nothing_refused_that_was_allowed() {
+    const WORKS: usize = 16;
+    for _ in 0..80 {
+        let mut bed = Bed::ready();
+        let works: Vec<_> = (0..WORKS).map(|_| fill(IOVA + DATA, 64 << 10, 1)).collect();
+        let batches: Vec<_> =
+            [2, 3].iter().flat_map(|queue| [*queue; 4]).map(|queue| bed.submit_on(queue, 1, &works)).collect();
+        let start = std::sync::Barrier::new(4);
+        std::thread::scope(|scope| {
+            for queue in [2, 3] {
+                let (device, start) = (&bed.device, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    while device.drain(queue) {}
+                });
+            }
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    start.wait();
+                    bed.device.shutdown();
+                });
+            }
+        });
+        let statuses = batches.iter().flat_map(|batch| bed.statuses(*batch)).flatten();
+        let odd: Vec<_> = statuses.filter(|status| ![Status::Ok, Status::Cancelled].contains(status)).collect();
+        assert!(odd.is_empty() && bed.seen.faults.lock().unwrap().is_empty(), "{odd:?}");
+    }
+}
