@@ -4,10 +4,13 @@
 //! PENDING when its chain comes back, a cookie that is another's, or a copy that ended OK without its bytes having moved is an error and ends the load. When
 //! the device begins a new session the guest takes back what it had submitted, says HELLO and goes on.
 //!
+//! A device that goes while the VM is there, as when an operator removes it, ends the load with [`Gone`]; until then the same holds.
+//!
 //! On demand it truncates its own memory, as a hostile VMM may, waits to be thrown out, and comes back as a new VM.
 //!
 //! Not here: who kills what, and when.
 
+use std::fmt;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -58,6 +61,25 @@ pub struct Progress {
     pub vms: AtomicU64,
 }
 
+/// The device has gone: it has hung up, and answers nothing any more.
+#[derive(Debug)]
+pub struct Gone;
+
+impl fmt::Display for Gone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("The device has gone")
+    }
+}
+
+impl std::error::Error for Gone {}
+
+impl Progress {
+    /// Descriptors that have had an outcome.
+    pub fn outcomes(&self) -> u64 {
+        [&self.ok, &self.lost, &self.forsaken].iter().map(|counter| counter.load(Ordering::Relaxed)).sum()
+    }
+}
+
 /// A load in a thread of its own. Dropping it stops it.
 #[derive(Debug)]
 pub struct Load {
@@ -91,6 +113,33 @@ impl Load {
     /// Whether it has ended, which it does by itself only for an error.
     pub fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Waits until a number is reached.
+    pub fn wait_for(&self, number: impl Fn(&Progress) -> u64, least: u64) -> Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while number(&self.progress) < least {
+            ensure!(!self.has_ended(), "The load has failed; stop() says why");
+            ensure!(Instant::now() < deadline, "The load stands still: {:?}", self.progress);
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Waits until `by` more descriptors have ended well.
+    pub fn goes_on(&self, by: u64) -> Result<()> {
+        let ok = |progress: &Progress| progress.ok.load(Ordering::Relaxed);
+        self.wait_for(ok, ok(&self.progress) + by)
+    }
+
+    /// Waits until the VM has noticed that its device has gone, and says whether everything was as it should be until then.
+    pub fn gone(mut self) -> Result<()> {
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Ok(Err(error))) if error.is::<Gone>() => Ok(()),
+            Some(Ok(Err(error))) => Err(error),
+            Some(Err(_)) => bail!("The load panicked"),
+            Some(Ok(Ok(()))) | None => bail!("The load has ended without the device's end"),
+        }
     }
 
     /// Lets what is on its way end, and says whether everything was as it should be.
@@ -190,6 +239,7 @@ impl Vm<'_> {
     fn begin(&mut self, slots: &[Slot]) -> Result<bool> {
         if self.guest.hello().is_err() {
             // Lost with the worker that should have answered; who has gone for good fails the next one with a deadline.
+            self.unless_gone(Instant::now())?;
             self.guest.hello()?;
         }
         let attach = Attach { endpoint: 0.into(), flags: 0.into() };
@@ -267,7 +317,12 @@ impl Vm<'_> {
 
     /// Takes one chain back. True if it says that the session is over.
     fn take_one(&mut self, slots: &mut [Slot]) -> Result<bool> {
-        let used = self.guest.submit_queue().wait(Instant::now() + PATIENCE)?.context("A chain does not come back")?;
+        let RawGuest { queues, front, .. } = &mut self.guest;
+        let queue = &mut queues[usize::from(FIRST_SUBMIT_QUEUE)];
+        let Some(used) = queue.wait_beside(&[front.socket()], Instant::now() + PATIENCE)? else {
+            self.unless_gone(Instant::now())?;
+            bail!("A chain does not come back");
+        };
         ensure!(used.len as usize == BATCH * COMPLETION_SIZE, "A chain comes back with {} bytes", used.len);
         let known = |slot: &&mut Slot| slot.on_its_way.is_some_and(|(head, _)| head == used.head);
         let slot = slots.iter_mut().find(known).context("A chain comes back that was not on its way")?;
@@ -279,7 +334,8 @@ impl Vm<'_> {
             let record = Completion::read_from_bytes(&bytes).ok().context("A record has a size")?;
             ensure!(record.cookie == first + index, "Record {} is in the place of {}", record.cookie, first + index);
             let status = Status::from_raw(record.status.get());
-            match status.with_context(|| format!("Descriptor {} has no outcome", first + index))? {
+            let status = status.with_context(|| format!("Descriptor {} has no outcome", first + index))?;
+            match status {
                 Status::Ok => {
                     let mut moved = [0; 8];
                     slot.data.read(place(index) + LONGEST, &mut moved)?;
@@ -290,10 +346,19 @@ impl Vm<'_> {
                     self.load.progress.lost.fetch_add(1, Ordering::Relaxed);
                     over = true;
                 }
+                Status::Cancelled | Status::IoErr => {
+                    self.unless_gone(Instant::now() + PATIENCE)?;
+                    bail!("A copy ended with {}, and the device is still there", status.name());
+                }
                 other => bail!("A copy ended with {}", other.name()),
             }
         }
         Ok(over)
+    }
+
+    /// [`Gone`] if the device has hung up by then.
+    fn unless_gone(&self, deadline: Instant) -> Result<()> {
+        if self.guest.front.wait_hangup(deadline)? { Err(Gone.into()) } else { Ok(()) }
     }
 }
 

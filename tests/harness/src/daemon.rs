@@ -21,6 +21,10 @@ use crate::virtqueue::wait_readable;
 
 /// How long the daemon may take for anything.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// Where its directory is if the host has that, in memory as `/run` is: on a disk, a change would wait for whatever others write there.
+const MEMORY: &str = "/dev/shm";
+/// Name of its configuration file.
+const CONFIG: &str = "peergated.toml";
 /// How long a condition that no log line announces may stay unnoticed.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -87,35 +91,49 @@ impl Daemon {
 
     /// The same with more keys for the `[daemon]` table.
     pub fn start_with(binaries: &Binaries, keys: &str, config: &str) -> Result<Self> {
-        let dir = tempfile::Builder::new().prefix("peergate-test-").tempdir()?;
+        let memory = Path::new(MEMORY);
+        let parent = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
+        let dir = tempfile::Builder::new().prefix("peergate-test-").tempdir_in(parent)?;
         let runtime = dir.path().join("run");
-        let file = dir.path().join("peergated.toml");
-        fs::write(&file, format!("[daemon]\nruntime_dir = \"{}\"\n{keys}\n{config}", runtime.display()))?;
-        let mut child = Command::new(&binaries.peergated)
-            .arg("--config")
-            .arg(&file)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .with_context(|| format!("Cannot start {}", binaries.peergated.display()))?;
+        fs::write(
+            dir.path().join(CONFIG),
+            format!("[daemon]\nruntime_dir = \"{}\"\n{keys}\n{config}", runtime.display()),
+        )?;
         let log = Arc::new(Log::default());
-        let (out, err) = (child.stdout.take(), child.stderr.take());
-        let readers = [out.map(|out| log.read(out)), err.map(|err| log.read(err))].into_iter().flatten().collect();
+        let (child, readers) = spawn(binaries, dir.path(), &log)?;
         let mut daemon = Self { binaries: binaries.clone(), dir, child, log, readers };
-        daemon.wait_for("every tenant to be ready", |daemon| {
+        daemon.wait_all_ready()?;
+        Ok(daemon)
+    }
+
+    /// Kills it and starts the next one on the same configuration file, at once.
+    pub fn kill_and_restart(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        let (child, readers) = spawn(&self.binaries, self.dir.path(), &self.log)?;
+        self.child = child;
+        self.readers.extend(readers);
+        self.wait_all_ready()
+    }
+
+    fn wait_all_ready(&mut self) -> Result<()> {
+        self.wait_for("every tenant to be ready", |daemon| {
             if let Some(status) = daemon.child.try_wait()? {
                 bail!("The daemon ended at once: {status}");
             }
             let Ok(status) = daemon.status() else { return Ok(false) };
             Ok(status.tenants.iter().all(|tenant| tenant.state == TenantState::Waiting))
-        })?;
-        Ok(daemon)
+        })
     }
 
     /// Its process.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Its configuration file.
+    pub fn config(&self) -> PathBuf {
+        self.dir.path().join(CONFIG)
     }
 
     /// The directory of its sockets.
@@ -239,6 +257,21 @@ impl Daemon {
         ensure!(wait_readable(&pidfd, Instant::now() + PATIENCE)?, "The daemon does not end; it said:\n{}", self.log());
         Ok(self.child.wait()?)
     }
+}
+
+/// Starts the program on the configuration in `dir`; threads keep what it says in `log`.
+fn spawn(binaries: &Binaries, dir: &Path, log: &Arc<Log>) -> Result<(Child, Vec<JoinHandle<()>>)> {
+    let mut child = Command::new(&binaries.peergated)
+        .arg("--config")
+        .arg(dir.join(CONFIG))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("Cannot start {}", binaries.peergated.display()))?;
+    let (out, err) = (child.stdout.take(), child.stderr.take());
+    let readers = [out.map(|out| log.read(out)), err.map(|err| log.read(err))].into_iter().flatten().collect();
+    Ok((child, readers))
 }
 
 impl Drop for Daemon {

@@ -287,6 +287,11 @@ impl Virtqueue {
 
     /// The next used chain; sleeps until it comes. `None` once `deadline` has passed.
     pub fn wait(&mut self, deadline: Instant) -> Result<Option<Used>> {
+        self.wait_beside(&[], deadline)
+    }
+
+    /// The same, and `None` also once one of `others` can be read and no chain is used.
+    pub fn wait_beside(&mut self, others: &[&dyn AsRawFd], deadline: Instant) -> Result<Option<Used>> {
         loop {
             if let Some(used) = self.pop()? {
                 return Ok(Some(used));
@@ -294,11 +299,13 @@ impl Virtqueue {
             if self.want_interrupt()? {
                 continue;
             }
-            if !wait_readable(&self.call, deadline)? {
-                return self.pop();
+            let fds: Vec<&dyn AsRawFd> =
+                [&self.call as &dyn AsRawFd].into_iter().chain(others.iter().copied()).collect();
+            match wait_any(&fds, deadline)? {
+                // Empty when the interrupt was for what was popped before.
+                Some(0) => drop(self.call.read()),
+                _ => return self.pop(),
             }
-            // Empty when the interrupt was for what was popped before.
-            let _ = self.call.read();
         }
     }
 
@@ -358,14 +365,20 @@ fn describe(buffer: &Buffer, next: Option<u16>) -> RawDescriptor {
 
 /// Waits for a descriptor to be readable or hung up. False once `deadline` has passed.
 pub(crate) fn wait_readable(fd: &impl AsRawFd, deadline: Instant) -> Result<bool> {
+    Ok(wait_any(&[fd], deadline)?.is_some())
+}
+
+/// Waits for one of several descriptors, and says which; the first one if there are more. `None` once `deadline` has passed.
+fn wait_any(fds: &[&dyn AsRawFd], deadline: Instant) -> Result<Option<usize>> {
+    // SAFETY: each descriptor is borrowed from a living owner for the time of this call.
+    let borrow = |fd: &&dyn AsRawFd| unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
+    let fds: Vec<_> = fds.iter().map(borrow).collect();
+    let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec { tv_sec: left.as_secs().try_into()?, tv_nsec: left.subsec_nanos().into() };
-        // SAFETY: the descriptor is borrowed from a living owner for the time of this call.
-        let fd = unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
-        match poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&timeout)) {
-            Ok(0) => return Ok(false),
-            Ok(_) => return Ok(true),
+        match poll(&mut polled, Some(&timeout)) {
+            Ok(_) => return Ok(polled.iter().position(|fd| !fd.revents().is_empty())),
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
