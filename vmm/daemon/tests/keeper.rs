@@ -11,11 +11,16 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use tempfile::TempDir;
 use vmm_broker::{Channel, FromKeeper, KeeperSetup, ToKeeper};
+use vmm_keeper::MAX_DESCRIPTORS;
 
 const GET_FEATURES: u32 = 1;
 const GET_PROTOCOL_FEATURES: u32 = 15;
 const GET_QUEUE_NUM: u32 = 17;
+const SET_MEM_TABLE: u32 = 5;
 const SET_VRING_KICK: u32 = 12;
+const SET_VRING_CALL: u32 = 13;
+const SET_VRING_ERR: u32 = 14;
+const SET_BACKEND_REQ_FD: u32 = 21;
 const REQUEST: u32 = 1;
 const ANSWER: u32 = 5;
 
@@ -87,12 +92,21 @@ fn receive(mut stream: &UnixStream) -> (u32, usize) {
 }
 
 fn send_with(stream: &UnixStream, bytes: &[u8], fd: &OwnedFd) {
+    send_with_many(stream, bytes, fd, 1);
+}
+
+/// Sends bytes with `count` copies of a descriptor.
+fn send_with_many(stream: &UnixStream, bytes: &[u8], fd: &OwnedFd, count: usize) {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-    let fds = [fd.as_fd()];
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let fds = vec![fd.as_fd(); count];
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
     sendmsg(stream, &[std::io::IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
+}
+
+fn open_files(pid: u32) -> usize {
+    std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count()
 }
 
 #[test]
@@ -126,6 +140,50 @@ fn a_confined_keeper_holds_a_vmm_over_a_change_of_workers() {
     let (good, log) = keeper.end();
     assert!(good && log.contains("[vm0]"), "{log}");
     assert!(!log.contains("WARN") && !log.contains("ERROR"), "{log}");
+}
+
+#[test]
+fn a_keeper_holds_as_many_descriptors_as_it_says_and_no_more() {
+    const FDS: u32 = 32;
+    const UNKNOWN: u32 = 99;
+    let keeper = Process::start();
+    keeper.set_up();
+    let pid = keeper.child.id();
+    let worker = keeper.add_worker(1, true);
+    let mut vmm = keeper.connect();
+    assert_eq!(keeper.told(), FromKeeper::Connected {});
+    let own = open_files(pid);
+    // Whatever comes is read, and nothing is answered.
+    let reader = std::thread::spawn(move || std::io::copy(&mut &worker, &mut std::io::sink()));
+    let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let table = [&FDS.to_ne_bytes()[..], &[0; 4], &[0; 32 * FDS as usize]].concat();
+    send_with_many(&vmm, &frame(SET_MEM_TABLE, REQUEST, &table), &fd, 32);
+    send_with(&vmm, &frame(SET_BACKEND_REQ_FD, REQUEST, &[]), &fd);
+    for ring in 0..256_u64 {
+        for code in [SET_VRING_KICK, SET_VRING_CALL, SET_VRING_ERR] {
+            send_with(&vmm, &frame(code, REQUEST, &ring.to_ne_bytes()), &fd);
+        }
+    }
+    // From here on everything waits for this answer.
+    vmm.write_all(&frame(GET_QUEUE_NUM, REQUEST, &[])).unwrap();
+    for _ in 0..8 {
+        send_with_many(&vmm, &frame(UNKNOWN, REQUEST, &[]), &fd, 32);
+    }
+    let remembered = 32 + 1 + 3 * 256;
+    let under_way = 96 + 32;
+    while open_files(pid) < own + remembered + under_way {
+        std::thread::yield_now();
+    }
+    // Another turn of it, in which it could have read more.
+    keeper
+        .channel
+        .send(&ToKeeper::Worker { session: 2, fresh: false }, &[UnixStream::pair().unwrap().0.as_fd()])
+        .unwrap();
+    reader.join().unwrap().unwrap();
+    let most = open_files(pid);
+    // Not counted by it: its three standard descriptors.
+    assert!((900..=MAX_DESCRIPTORS + 3).contains(&most), "{most}");
+    drop(keeper.end());
 }
 
 #[test]

@@ -23,11 +23,13 @@ mod record;
 mod session;
 mod stream;
 
+use frame::MAX_FDS;
 pub use keeper::{Event, Keeper, Turn};
 pub use session::MAX_FAILURES;
 
-/// Most descriptors that a [`Keeper`] holds: a memory table, three for each of 256 rings, and what is under way.
-pub const MAX_DESCRIPTORS: usize = 1000;
+/// Most descriptors that a [`Keeper`] holds: what is remembered (a memory table, three for each of 256 rings, the way back), frames that are under way, the
+/// frame that is being received, and three sockets. It follows from what is enforced frame by frame.
+pub const MAX_DESCRIPTORS: usize = (MAX_FDS + 3 * 256 + 1) + (session::MAX_FRAME_FDS + MAX_FDS) + MAX_FDS + 3;
 
 #[cfg(test)]
 mod tests;

@@ -22,7 +22,7 @@ pub const MAX_FAILURES: u32 = 5;
 /// Frames that are open, or not yet sent, before the VMM is not read any more.
 const MAX_FRAMES: usize = 64;
 /// Their descriptors, likewise. One more frame may come.
-const MAX_FRAME_FDS: usize = 96;
+pub(crate) const MAX_FRAME_FDS: usize = 96;
 /// Bytes that the VMM has not read, likewise. The answers to open frames may come.
 const MAX_UNREAD: usize = 64 << 10;
 
