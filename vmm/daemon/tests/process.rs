@@ -105,6 +105,26 @@ fn a_worker_that_dies_is_replaced_with_the_next_session_on_the_same_socket() {
 }
 
 #[test]
+fn a_worker_that_does_not_take_over_is_killed_and_its_vm_goes_on() {
+    let daemon = Daemon::start();
+    let frontend = Frontend::connect(daemon.runtime_dir().join("vm0.sock"), 4).unwrap();
+    frontend.set_owner().unwrap();
+    frontend.get_features().unwrap();
+    let before = daemon.wait_for(|status| status.tenants[0].state == TenantState::Connected).tenants.swap_remove(0);
+    // The next worker is told nothing, as one is that hangs.
+    kill(before.keeper_pid.unwrap(), Signal::STOP);
+    kill(before.worker_pid.unwrap(), Signal::KILL);
+    daemon.wait_for(|status| status.tenants[0].failures == 2);
+    let reason = "signal: 9 (SIGKILL), because \"it did not take over its VM within 5 s\"";
+    assert_eq!(daemon.log().matches(reason).count(), 1, "{}", daemon.log());
+    kill(before.keeper_pid.unwrap(), Signal::CONT);
+    let after = daemon.wait_for(|status| status.tenants[0].state == TenantState::Connected).tenants.swap_remove(0);
+    assert!(after.session > 2 && after.keeper_pid == before.keeper_pid, "{after:?}");
+    frontend.get_features().unwrap();
+    assert_eq!(daemon.tenant(1).session, 1);
+}
+
+#[test]
 fn no_byte_of_a_session_is_left_in_the_next() {
     let daemon = Daemon::start();
     let broker = daemon.status().daemon.broker_pid.unwrap();

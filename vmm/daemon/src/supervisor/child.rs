@@ -27,6 +27,8 @@ pub(crate) struct Child {
     started: Instant,
     /// When it is killed if it has not ended, once it was asked to.
     end_by: Option<Instant>,
+    /// When it is killed for what it has not done by then.
+    expected: Option<(Instant, &'static str)>,
     /// When it may send a whole [`BURST`] again.
     rested_at: Instant,
     /// Why it fails, as it says.
@@ -56,7 +58,15 @@ impl Child {
 
     pub(crate) fn new(process: Process, channel: Channel) -> Self {
         let now = Instant::now();
-        Self { process, started: now, end_by: None, rested_at: now, reason: None, channel: Some(channel) }
+        Self {
+            process,
+            started: now,
+            end_by: None,
+            expected: None,
+            rested_at: now,
+            reason: None,
+            channel: Some(channel),
+        }
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -141,13 +151,32 @@ impl Child {
         }
     }
 
-    /// When it is to be killed.
-    pub(crate) fn due(&self) -> Option<Instant> {
-        self.end_by
+    /// Whether it was asked to end.
+    pub(crate) fn is_ending(&self) -> bool {
+        self.end_by.is_some()
     }
 
-    /// Kills it if it has not ended although it was asked to.
+    /// Gives it so long for something, from now on. `failure` says, once it is killed, what it has not done.
+    pub(crate) fn expect(&mut self, patience: Duration, failure: &'static str) {
+        self.expected = Some((Instant::now() + patience, failure));
+    }
+
+    /// It has done what it was expected to do.
+    pub(crate) fn has_done(&mut self) {
+        self.expected = None;
+    }
+
+    /// When it is to be killed.
+    pub(crate) fn due(&self) -> Option<Instant> {
+        self.end_by.into_iter().chain(self.expected.map(|(at, _)| at)).min()
+    }
+
+    /// Kills it if it has not done what it was expected to do, or not ended although it was asked to.
     pub(crate) fn kill_if_due(&mut self, now: Instant) {
+        if let Some((_, failure)) = self.expected.take_if(|(at, _)| *at <= now) {
+            self.failed(failure);
+            self.kill();
+        }
         if self.end_by.is_some_and(|at| at <= now) {
             tracing::warn!(pid = self.pid(), "A process does not end; killing it");
             self.end_by = None;
