@@ -30,7 +30,9 @@ const FAULT_BUCKET: usize = FIRST_LOG + LOG_WORDS;
 const FIRST_SUPPRESSED: usize = FAULT_BUCKET + 1;
 /// For each kind of line its bucket, then how many were left out.
 const FIRST_LINE: usize = FIRST_SUPPRESSED + FAULT_REASONS;
-const WORDS: usize = FIRST_LINE + 2 * LINE_KINDS;
+/// How many lines were left out in all.
+const SUPPRESSED_LINES: usize = FIRST_LINE + 2 * LINE_KINDS;
+const WORDS: usize = SUPPRESSED_LINES + 1;
 
 /// Reasons whose suppressed faults are counted apart; what has a higher number counts as number 0.
 pub const FAULT_REASONS: usize = 16;
@@ -149,13 +151,20 @@ impl TenantPage {
     }
 
     fn take_line_at(&self, kind: usize, now: u64) -> Option<u64> {
-        let [bucket, left_out] = self.words.words()[FIRST_LINE..].as_chunks().0.get(kind.min(LINE_KINDS - 1))?;
+        let [bucket, left_out] =
+            self.words.words()[FIRST_LINE..SUPPRESSED_LINES].as_chunks().0.get(kind.min(LINE_KINDS - 1))?;
         if LINES.take(bucket, now) {
             Some(left_out.swap(0, Ordering::Relaxed))
         } else {
             left_out.fetch_add(1, Ordering::Relaxed);
+            self.words.words()[SUPPRESSED_LINES].fetch_add(1, Ordering::Relaxed);
             None
         }
+    }
+
+    /// Log lines that were left out because there were too many, since the page was made.
+    pub fn suppressed_lines(&self) -> u64 {
+        self.words.words()[SUPPRESSED_LINES].load(Ordering::Relaxed)
     }
 
     fn suppressed_words(&self) -> &[AtomicU64] {
@@ -280,6 +289,7 @@ mod tests {
         assert_eq!(next.take_line_at(1, start + 2_000_000_000), Some(0));
         assert_eq!(next.take_line_at(LINE_KINDS, start), Some(0));
         assert_eq!((0..40).filter_map(|_| next.take_line_at(usize::MAX, start)).count(), 31);
+        assert_eq!(page.suppressed_lines(), 968 + 1 + 9, "also what a later line has told of");
     }
 
     #[test]

@@ -140,6 +140,9 @@ pub struct DaemonStatus {
     pub seccomp: String,
     /// The broker's process; none while it is being replaced.
     pub broker_pid: Option<u32>,
+    /// Brokers that failed.
+    #[serde(default)]
+    pub broker_failures: u64,
 }
 
 /// Where a tenant stands.
@@ -178,6 +181,9 @@ pub struct TenantStatus {
     pub last_outage_us: Option<u64>,
     /// Workers that failed.
     pub failures: u64,
+    /// Keepers that failed, each with a VMM's connection if there was one.
+    #[serde(default)]
+    pub keeper_failures: u64,
     /// Accesses refused.
     pub faults: u64,
     /// Numbers that only grow, since the daemon started.
@@ -399,6 +405,7 @@ mod tests {
                 runtime_dir: "/run/peergate".into(),
                 seccomp: "enforce".into(),
                 broker_pid: Some(8),
+                broker_failures: 2,
             },
             tenants: vec![TenantStatus {
                 name: "demo".into(),
@@ -409,6 +416,7 @@ mod tests {
                 keeper_pid: None,
                 last_outage_us: None,
                 failures: 1,
+                keeper_failures: 3,
                 faults: u64::MAX,
                 counters: [("ops".to_owned(), u64::MAX)].into(),
                 gauges: BTreeMap::new(),

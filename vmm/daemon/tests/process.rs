@@ -16,7 +16,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use rustix::process::Signal;
 use vhost::VhostBackend;
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
-use vmm_control::{Client, Request, TenantState};
+use vmm_control::{Client, Request, TenantState, TenantStatus};
 
 use common::{CONFIG, Daemon, children, kill, peergate, peergated, stderr, stdout, wait_for_end, write_config};
 
@@ -122,6 +122,28 @@ fn a_worker_that_does_not_take_over_is_killed_and_its_vm_goes_on() {
     assert!(after.session > 2 && after.keeper_pid == before.keeper_pid, "{after:?}");
     frontend.get_features().unwrap();
     assert_eq!(daemon.tenant(1).session, 1);
+}
+
+#[test]
+fn failures_of_broker_and_keepers_are_counted_and_shown() {
+    let daemon = Daemon::start();
+    assert!(!stdout(&daemon.peergate(&["status"])).contains("failed"));
+    let before = daemon.status();
+    kill(before.daemon.broker_pid.unwrap(), Signal::KILL);
+    kill(before.tenants[1].keeper_pid.unwrap(), Signal::KILL);
+    let waits = |tenant: &TenantStatus| tenant.state == TenantState::Waiting;
+    let after = daemon.wait_for(|status| {
+        let counted = (status.daemon.broker_failures, status.tenants[1].keeper_failures) == (1, 1);
+        counted && status.daemon.broker_pid.is_some() && status.tenants.iter().all(waits)
+    });
+    assert_eq!((after.tenants[0].keeper_failures, after.tenants[1].failures), (0, 0), "nobody else has failed");
+    let shown = daemon.peergate(&["status"]);
+    assert!(
+        stdout(&shown).ends_with("\n\nbroker: failed 1 times\nvm1: 1 failures of the keeper\n"),
+        "{}",
+        stdout(&shown)
+    );
+    daemon.end();
 }
 
 #[test]

@@ -61,7 +61,8 @@ enum Command {
     /// The daemon and its tenants: state, worker, counters
     ///
     /// States: starting (the worker is set up), waiting (a VMM may connect), connected, restarting (the next worker follows after a
-    /// pause), stopped (the daemon ends, or the tenant's memory could not be scrubbed). SESSION counts the tenant's workers, FAILURES those that did not end by themselves. JSON has every counter.
+    /// pause), stopped (the daemon ends, or the tenant's memory could not be scrubbed). SESSION counts the tenant's workers, FAILURES those that did not end by themselves. Lines below
+    /// the table, if any, say how often broker and keepers have failed, and how many faults and log lines of a tenant were only counted. JSON has every counter.
     Status {
         /// How each process is fenced in, from the kernel's own files
         ///

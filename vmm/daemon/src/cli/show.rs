@@ -2,9 +2,10 @@
 //!
 //! Not here: faults, JSON, which is the answer itself.
 
-use vmm_control::{DrainState, EndpointsReply, StatusReply, TenantState, TenantsReply};
+use vmm_control::{DrainState, EndpointsReply, StatusReply, TenantState, TenantStatus, TenantsReply};
 
 use crate::config::quantity::{rate, size, time};
+use crate::supervisor::answers::{SUPPRESSED, SUPPRESSED_LINES};
 
 /// Rows under a heading, columns aligned; a column whose heading begins with `>` is aligned to the right.
 pub(super) fn table(headings: &[&str], rows: &[Vec<String>]) -> String {
@@ -121,7 +122,28 @@ pub(crate) fn status(reply: &StatusReply) -> String {
         ],
         &rows,
     );
+    let notes = notes(reply);
+    if !notes.is_empty() {
+        text += &format!("\n{}\n", notes.join("\n"));
+    }
     text
+}
+
+/// What seldom happens: failures of other processes than workers, and what was left out of logs because too much came.
+fn notes(reply: &StatusReply) -> Vec<String> {
+    let broker = reply.daemon.broker_failures;
+    let broker = (broker > 0).then(|| format!("broker: failed {broker} times"));
+    let tenant = |tenant: &TenantStatus| {
+        let counter = |name: &str| tenant.counters.get(name).copied().unwrap_or(0);
+        let told = [
+            (tenant.keeper_failures, "failures of the keeper"),
+            (counter(SUPPRESSED), "faults without a record, too many came"),
+            (counter(SUPPRESSED_LINES), "log lines left out, too many came"),
+        ];
+        let told: Vec<_> = told.iter().filter(|(count, _)| *count > 0).map(|(n, what)| format!("{n} {what}")).collect();
+        (!told.is_empty()).then(|| format!("{}: {}", tenant.name, told.join("; ")))
+    };
+    broker.into_iter().chain(reply.tenants.iter().filter_map(tenant)).collect()
 }
 
 fn state(state: TenantState, drain: DrainState) -> String {
@@ -187,7 +209,7 @@ pub(crate) fn endpoints(reply: &EndpointsReply) -> String {
 
 #[cfg(test)]
 mod tests {
-    use vmm_control::{DaemonStatus, EndpointInfo, TenantStatus};
+    use vmm_control::{DaemonStatus, EndpointInfo};
 
     use super::*;
 
@@ -222,7 +244,7 @@ mod tests {
 
     #[test]
     fn status_is_one_line_a_tenant() {
-        let reply = StatusReply {
+        let mut reply = StatusReply {
             daemon: DaemonStatus {
                 version: "0.1.0".into(),
                 pid: 42,
@@ -230,6 +252,7 @@ mod tests {
                 runtime_dir: "/run/peergate".into(),
                 seccomp: "enforce".into(),
                 broker_pid: Some(41),
+                broker_failures: 0,
             },
             tenants: vec![TenantStatus {
                 name: "demo".into(),
@@ -240,6 +263,7 @@ mod tests {
                 keeper_pid: Some(42),
                 last_outage_us: Some(8_400),
                 failures: 1,
+                keeper_failures: 0,
                 faults: 3,
                 counters: [("ops".to_owned(), 7), ("bytes_direct".to_owned(), 64 << 20)].into(),
                 gauges: [].into(),
@@ -252,6 +276,15 @@ TENANT  STATE      SESSION  PID  FAILURES  OPS    DIRECT  STAGED  LOCAL  ERRORS 
 demo    connected        2   43         1    7  64.0 MiB     0 B    0 B       0       3
 ";
         assert_eq!(status(&reply), expected);
+
+        reply.daemon.broker_failures = 2;
+        reply.tenants[0].keeper_failures = 1;
+        reply.tenants[0].counters.extend([(SUPPRESSED.to_owned(), 744), (SUPPRESSED_LINES.to_owned(), 9)]);
+        let notes = "
+broker: failed 2 times
+demo: 1 failures of the keeper; 744 faults without a record, too many came; 9 log lines left out, too many came
+";
+        assert_eq!(status(&reply), expected.to_owned() + notes);
     }
 
     #[test]

@@ -19,7 +19,9 @@ use super::tenant::Tenant;
 use crate::config::{Config, TenantConfig};
 
 /// Counter of faults that were not recorded, besides those of the device.
-const SUPPRESSED: &str = "faults_suppressed";
+pub(crate) const SUPPRESSED: &str = "faults_suppressed";
+/// Counter of log lines of workers that were left out.
+pub(crate) const SUPPRESSED_LINES: &str = "lines_suppressed";
 
 /// Answers one request.
 pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
@@ -33,6 +35,7 @@ pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
                 runtime_dir: config.daemon.runtime_dir.clone(),
                 seccomp: config.daemon.seccomp.to_string(),
                 broker_pid: supervisor.broker.child().map(Child::pid),
+                broker_failures: supervisor.broker.failures,
             },
             tenants: tenants.iter().map(status).collect(),
         }),
@@ -61,7 +64,8 @@ fn status(tenant: &Tenant) -> TenantStatus {
     let page = &tenant.page;
     let suppressed = page.suppressed().iter().fold(0, |sum: u64, count| sum.saturating_add(*count));
     let counters = Counter::ALL.iter().map(|counter| (counter.name().to_owned(), page.counter(*counter as usize)));
-    let counters = counters.chain([(SUPPRESSED.to_owned(), suppressed)]);
+    let counters =
+        counters.chain([(SUPPRESSED.to_owned(), suppressed), (SUPPRESSED_LINES.to_owned(), page.suppressed_lines())]);
     let gauges = Gauge::ALL.iter().map(|gauge| (gauge.name().to_owned(), page.gauge(*gauge as usize)));
     TenantStatus {
         name: tenant.config.name.clone(),
@@ -72,6 +76,7 @@ fn status(tenant: &Tenant) -> TenantStatus {
         keeper_pid: tenant.keeper().map(Child::pid),
         last_outage_us: tenant.last_outage.and_then(|outage| u64::try_from(outage.as_micros()).ok()),
         failures: tenant.failures,
+        keeper_failures: tenant.keeper_failures,
         faults: page.faults(0).total.saturating_add(suppressed),
         counters: counters.collect(),
         gauges: gauges.collect(),

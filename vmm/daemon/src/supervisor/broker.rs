@@ -19,11 +19,13 @@ pub(crate) struct Broker {
     backoff: Backoff,
     /// When there is to be one; `None` once the daemon ends.
     due: Option<Instant>,
+    /// How many have ended that were not asked to.
+    pub(crate) failures: u64,
 }
 
 impl Broker {
     pub(crate) fn new() -> Self {
-        Self { child: None, backoff: Backoff::default(), due: Some(Instant::now()) }
+        Self { child: None, backoff: Backoff::default(), due: Some(Instant::now()), failures: 0 }
     }
 
     pub(crate) fn child(&self) -> Option<&Child> {
@@ -97,6 +99,7 @@ impl Broker {
     pub(crate) fn reap(&mut self) -> Option<(Child, ExitStatus)> {
         let status = self.child.as_mut()?.ended()?;
         let child = self.child.take()?;
+        self.failures += u64::from(self.due.is_some());
         self.pause(child.age());
         Some((child, status))
     }

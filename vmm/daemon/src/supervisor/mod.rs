@@ -8,7 +8,7 @@
 //!
 //! Not here: what a worker does, the messages themselves, the configuration's meaning.
 
-mod answers;
+pub(crate) mod answers;
 mod backoff;
 mod broker;
 mod change;

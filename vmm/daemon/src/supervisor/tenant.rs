@@ -55,6 +55,7 @@ pub(crate) struct Tenant {
     drain_turn: u32,
     pub(crate) session: u32,
     pub(crate) failures: u64,
+    pub(crate) keeper_failures: u64,
     pub(crate) stage: Stage,
     /// Since when a connected VMM has had no worker.
     lost_at: Option<Instant>,
@@ -99,6 +100,7 @@ impl Tenant {
             drain_turn: 0,
             session: 0,
             failures: 0,
+            keeper_failures: 0,
             stage: Stage::Pause { until: now },
             lost_at: None,
             last_outage: None,
@@ -246,6 +248,7 @@ impl Tenant {
         let status = self.keeper.as_mut()?.ended()?;
         let keeper = self.keeper.take()?;
         self.disconnected();
+        self.keeper_failures += u64::from(!status.success());
         self.keeper_due = Instant::now() + self.keeper_backoff.after(!status.success(), keeper.age());
         Some((keeper, status))
     }
