@@ -192,6 +192,7 @@ fn a_keeper_that_dies_takes_its_vms_connection_and_nothing_else() -> Result<()> 
     for tenant in 0..TENANTS.len() {
         bed.connected(tenant)?;
     }
+    bed.wait(0, |load| &load.progress.ok, UNDER_LOAD)?;
     let before = bed.daemon.status()?;
     kill(before.tenants[0].keeper_pid.context("A tenant has a keeper")?)?;
     bed.loads.remove(0).gone()?;
