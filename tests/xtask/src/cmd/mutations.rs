@@ -149,7 +149,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
     },
     Mutation {
         name: "worker: every tenant has the first one's memory",
-        file: "vmm/daemon/src/supervisor/tenant.rs",
+        file: "vmm/daemon/src/supervisor/tenant/start.rs",
         from: "fds.extend(slices.iter().map(AsFd::as_fd));",
         to: "static FIRST: std::sync::OnceLock<Vec<OwnedFd>> = std::sync::OnceLock::new();\n        \
              let copy = || slices.iter().filter_map(|slice| slice.try_clone().ok()).collect();\n        \
@@ -181,7 +181,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
     },
     Mutation {
         name: "journal: a dead worker's is thrown away",
-        file: "vmm/daemon/src/supervisor/tenant.rs",
+        file: "vmm/daemon/src/supervisor/tenant/start.rs",
         from: "        if fresh {\n            self.journal.clear();",
         to: "        if fresh || self.session > 0 {\n            self.journal.clear();",
     },
