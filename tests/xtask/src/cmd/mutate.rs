@@ -1,8 +1,8 @@
 //! `cargo xtask mutate`: break the protection on purpose, and see the demo fail.
 //!
 //! Each [`Mutation`] replaces one piece of source in a copy of the tree; the scenario then runs without a VM and must have a row that is not as
-//! expected. A mutation that goes unnoticed is a hole in the scenario. A piece of source that is not found means that the code has moved on, and so
-//! must the list.
+//! expected, or the kill test must fail. A mutation that goes unnoticed is a hole in them. A piece of source that is not found means that the code
+//! has moved on, and so must the list.
 //!
 //! Not here: the list.
 
@@ -16,13 +16,16 @@ use tempfile::TempDir;
 use xtask::demo::programs::{Programs, target_dir};
 use xtask::demo::{self, Acts, WITHOUT_VM};
 
-use super::mutations::{MUTATIONS, Mutation};
-use super::{Steps, checkout};
+use super::mutations::{LOSSES, MUTATIONS, Mutation};
+use super::{Steps, cargo, checkout};
 
 /// Builds soonest, again and again.
 const PROFILE: &str = "dev";
+/// The test that kills workers at random, and how often it does.
+const KILL_TEST: &str = "a_worker_may_die_at_any_moment";
+const KILLS: &str = "12";
 
-/// Break the protection in some thirty ways, one at a time, and demand that `demo --no-vm` fails for each
+/// Break the protection in some thirty ways, one at a time, and demand that `demo --no-vm` or the kill test notices each
 #[derive(Debug, Args)]
 pub(crate) struct MutateArgs {
     /// Try only mutations with this in their name
@@ -35,7 +38,7 @@ pub(crate) struct MutateArgs {
 
 pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     if args.list {
-        for mutation in MUTATIONS {
+        for mutation in MUTATIONS.iter().chain(LOSSES) {
             println!("{:<60} {}", mutation.name, mutation.file);
         }
         return Ok(());
@@ -45,44 +48,65 @@ pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     let target = target_dir().join("mutate");
     eprintln!("building the tree as it is");
     let programs = Programs::build_at(tree.path(), &target, PROFILE, WITHOUT_VM)?;
-    let sound = demo::play(&programs, Acts::Both, None, &mut |_| {})?.failed();
-    ensure!(sound == 0, "The scenario fails without any mutation: {sound} rows; see cargo xtask demo --no-vm");
     let mut steps = Steps::only(args.only.clone());
-    for mutation in MUTATIONS {
-        steps.run(mutation.name, || mutation.apply(tree.path(), &target));
+    for (mutations, judge) in [(MUTATIONS, scenario as Judge), (LOSSES, kill_test)] {
+        if mutations.iter().any(|mutation| mutation.name.contains(&args.only)) {
+            let sound = judge(&programs, tree.path(), &target);
+            ensure!(sound.is_none(), "Something is wrong without any mutation: {}", sound.unwrap_or_default());
+        }
+        for mutation in mutations {
+            steps.run(mutation.name, || mutation.apply(tree.path(), &target, judge));
+        }
     }
     steps.finish()
 }
 
 impl Mutation {
-    /// Runs the scenario on the mutated tree, and puts the tree back as it was.
-    fn apply(&self, tree: &Path, target: &Path) -> Result<()> {
+    /// Judges the mutated tree, and puts the tree back as it was.
+    fn apply(&self, tree: &Path, target: &Path, judge: Judge) -> Result<()> {
         let file = tree.join(self.file);
         let original = fs::read_to_string(&file).with_context(|| format!("Cannot read {}", self.file))?;
         fs::write(&file, self.applied(&original)?).context("Cannot write the mutation")?;
         let verdict =
-            Programs::build_at(tree, target, PROFILE, &["vmm_daemon"]).map(|programs| Self::verdict(&programs));
+            Programs::build_at(tree, target, PROFILE, &["vmm_daemon"]).map(|programs| judge(&programs, tree, target));
         fs::write(&file, original).context("Cannot take the mutation back")?;
         match verdict? {
             Some(noticed) => {
                 eprintln!("    noticed: {noticed}");
                 Ok(())
             }
-            None => bail!("Every row is as expected: the scenario does not notice"),
+            None => bail!("Nothing is wrong: the mutation is not noticed"),
         }
     }
+}
 
-    /// The first sign that something is wrong, in the first act or else in the second.
-    fn verdict(programs: &Programs) -> Option<String> {
-        [Acts::First, Acts::Second].into_iter().find_map(|act| match demo::play(programs, act, None, &mut |_| {}) {
-            Ok(rows) => {
-                let failed = rows.failed();
-                let row = rows.all().iter().find(|row| !row.ok)?;
-                Some(format!("{}, {failed} rows in all", row.name))
-            }
-            Err(error) => error.root_cause().to_string().lines().next().map(str::to_owned),
-        })
-    }
+/// The first sign that something is wrong, if there is one: with these programs, of this tree and in this target directory.
+type Judge = fn(&Programs, &Path, &Path) -> Option<String>;
+
+/// The demo without a VM: its first act or else its second.
+fn scenario(programs: &Programs, _tree: &Path, _target: &Path) -> Option<String> {
+    [Acts::First, Acts::Second].into_iter().find_map(|act| match demo::play(programs, act, None, &mut |_| {}) {
+        Ok(rows) => {
+            let failed = rows.failed();
+            let row = rows.all().iter().find(|row| !row.ok)?;
+            Some(format!("{}, {failed} rows in all", row.name))
+        }
+        Err(error) => error.root_cause().to_string().lines().next().map(str::to_owned),
+    })
+}
+
+/// A few rounds of the kill test.
+fn kill_test(programs: &Programs, tree: &Path, target: &Path) -> Option<String> {
+    let mut command = cargo(&["test", "--quiet", "--package", "e2e", "--test", "kill", KILL_TEST]);
+    command.current_dir(tree).env("CARGO_TARGET_DIR", target);
+    command.env("PEERGATE_BIN_DIR", programs.dir()).env("PEERGATE_KILL_ROUNDS", KILLS);
+    let output = match command.output() {
+        Ok(output) if output.status.success() => return None,
+        Ok(output) => String::from_utf8_lossy(&output.stdout).into_owned(),
+        Err(error) => return Some(format!("Cannot run the kill test: {error}")),
+    };
+    let told = output.lines().find(|line| line.starts_with("Error: "));
+    Some(told.map_or_else(|| "the kill test fails".to_owned(), |line| line.trim_start_matches("Error: ").to_owned()))
 }
 
 /// Copies what git knows or would know of the checkout.

@@ -153,7 +153,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         from: "fds.extend(slices.iter().map(AsFd::as_fd));",
         to: "static FIRST: std::sync::OnceLock<Vec<OwnedFd>> = std::sync::OnceLock::new();\n        \
              let copy = || slices.iter().filter_map(|slice| slice.try_clone().ok()).collect();\n        \
-             fds.extend(FIRST.get_or_init(copy).iter().map(AsFd::as_fd));",
+             fds.extend(FIRST.get_or_init(copy).iter().take(slices.len()).map(AsFd::as_fd));",
     },
     Mutation {
         name: "session: the next one has the same number",
@@ -166,24 +166,6 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         file: "vdev/device/src/control.rs",
         from: "return Err(RequestError::Session { session });",
         to: "{}",
-    },
-    Mutation {
-        name: "journal: what was lost is not answered",
-        file: "vdev/device/src/resume.rs",
-        from: "into.chains = into.chains.saturating_add(1);",
-        to: "into.chains = into.chains.saturating_add(1);\n            break;",
-    },
-    Mutation {
-        name: "journal: a chain is marked too late",
-        file: "vdev/device/src/journal.rs",
-        from: "word.store(order << ORDER_SHIFT | MARKED, Ordering::Relaxed);",
-        to: "word.store(order << ORDER_SHIFT, Ordering::Relaxed);",
-    },
-    Mutation {
-        name: "journal: a dead worker's is thrown away",
-        file: "vmm/daemon/src/supervisor/tenant/start.rs",
-        from: "        if fresh {\n            self.journal.clear();",
-        to: "        if fresh || self.session > 0 {\n            self.journal.clear();",
     },
     Mutation {
         name: "keeper: the next worker is not told of the memory",
@@ -230,6 +212,29 @@ pub(super) const MUTATIONS: &[Mutation] = &[
     },
 ];
 
+/// What becomes of work that a dead worker had in hand. A guest's driver gives such work up by itself, so the scenario does not see it: the kill test
+/// does, which counts what comes back.
+pub(super) const LOSSES: &[Mutation] = &[
+    Mutation {
+        name: "journal: what was lost is not answered",
+        file: "vdev/device/src/resume.rs",
+        from: "into.chains = into.chains.saturating_add(1);",
+        to: "into.chains = into.chains.saturating_add(1);\n            break;",
+    },
+    Mutation {
+        name: "journal: a chain is marked too late",
+        file: "vdev/device/src/journal.rs",
+        from: "word.store(order << ORDER_SHIFT | MARKED, Ordering::Relaxed);",
+        to: "word.store(order << ORDER_SHIFT, Ordering::Relaxed);",
+    },
+    Mutation {
+        name: "journal: a dead worker's is thrown away",
+        file: "vmm/daemon/src/supervisor/tenant/start.rs",
+        from: "        if fresh {\n            self.journal.clear();",
+        to: "        if fresh || self.session > 0 {\n            self.journal.clear();",
+    },
+];
+
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -239,7 +244,7 @@ mod tests {
 
     #[test]
     fn every_mutation_fits_the_source_as_it_is() {
-        for mutation in MUTATIONS {
+        for mutation in MUTATIONS.iter().chain(LOSSES) {
             let source = fs::read_to_string(checkout().join(mutation.file)).expect(mutation.file);
             let applied = mutation.applied(&source).expect(mutation.name);
             assert_ne!(applied, source, "{}", mutation.name);

@@ -57,6 +57,12 @@ impl Programs {
         Command::new(self.path(name))
     }
 
+    /// Where the built programs are.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
     /// Where a built program is.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
