@@ -22,6 +22,7 @@ const FLOORS: &[(&str, u8)] = &[
     ("vmm_keeper", 4),
     ("vmm_control", 4),
     ("vmm_sandbox", 4),
+    ("vmm_microvm", 4),
     ("pgctl", 4),
     ("vmm_daemon", 5),
 ];
@@ -31,9 +32,10 @@ const TESTS: &[&str] = &["harness", "e2e", "abi", "layers", "xtask", "bench"];
 
 /// Crates from outside that only some rooms may know.
 const FENCED: &[(&str, &[&str])] = &[
-    ("vhost", &["vmm_vhost_user", "vmm_daemon"]),
+    ("vhost", &["vmm_vhost_user", "vmm_microvm", "vmm_daemon"]),
     ("vhost-user-backend", &["vmm_vhost_user"]),
     ("virtio-queue", &["vdev_device", "vmm_vhost_user"]),
+    ("kvm-ioctls", &["vmm_microvm"]),
     ("event-manager", &["vmm_daemon"]),
     ("toml_edit", &["vmm_daemon"]),
     ("seccompiler", &["vmm_sandbox"]),
@@ -41,7 +43,7 @@ const FENCED: &[(&str, &[&str])] = &[
 ];
 
 /// Crates that may hold `unsafe`; every other one forbids it.
-const UNSAFE: &[&str] = &["hw_host", "vmm_vhost_user", "vmm_broker", "vmm_sandbox", "peergate_guest"];
+const UNSAFE: &[&str] = &["hw_host", "vmm_vhost_user", "vmm_broker", "vmm_sandbox", "vmm_microvm", "peergate_guest"];
 
 fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))
