@@ -1,6 +1,8 @@
 //! What `peergate selftest` proves of KVM, and that it would notice if it were otherwise. Every test skips where there is no KVM, and says so.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::os::unix::net::UnixListener;
+
 use vmm_microvm::{Exit, MicroVm, MicroVmError, PATIENCE, Program, proof};
 
 /// The result of a proof, or `None` and a word why it is not tried here.
@@ -32,6 +34,22 @@ fn doorbell_is_counted_without_an_exit() {
 #[test]
 fn completion_interrupts_a_guest_that_sleeps() {
     tried(proof::completion_arrives());
+}
+
+#[test]
+fn device_that_hangs_up_is_said_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("device.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let hangs_up = std::thread::spawn(move || drop(listener.accept()));
+    let error = match proof::device_answers(&socket) {
+        Err(error) if error.is_missing() => return eprintln!("skipped: {error}"),
+        result => result.unwrap_err(),
+    };
+    hangs_up.join().unwrap();
+    assert_eq!(error.to_string(), "The device does not take part: GET_FEATURES failed");
+    let error = proof::device_answers(&dir.path().join("nobody.sock")).unwrap_err();
+    assert_eq!(error.to_string(), "Cannot connect to the tenant's socket");
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod change;
 mod faults;
 mod follow;
 mod sandbox;
+mod selftest;
 mod show;
 
 use std::io::{self, Write};
@@ -22,6 +23,7 @@ use crate::config::quantity::VM_SIZE;
 use crate::config::{CONTROL, RUNTIME_DIR};
 use attach::{Attachment, Vmm};
 use change::{DrainArgs, ReloadArgs, ResumeArgs, SliceCommand, TenantCommand, Told};
+use selftest::SelftestArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -35,11 +37,12 @@ Examples:
   peergate tenant limits db max_mappings=512
   peergate drain db && peergate slice move db gpu0 --to gpu1; peergate resume db
   peergate reload --dry-run                what the edited configuration file would change
+  peergate selftest                        whether this host's KVM isolates and wakes VMs as it must; needs no daemon
 
 A change is made as a whole or not at all. Commands that change something edit the configuration file, keep its comments, and are still
 in force after a restart of the daemon; `reload` is for files that were edited by hand.
 
-Exit status: 0 done; 1 the daemon cannot be reached, or the daemon or the VMM cannot do that; 2 the command line is wrong;
+Exit status: 0 done; 1 the daemon cannot be reached, the daemon or the VMM cannot do that, or a proof of `selftest` failed; 2 the command line is wrong;
 3 not done: it takes --force or --partial, or the time of a drain is over.";
 
 /// Looks at a running peergated, changes what it runs, and tells how to attach a VM.
@@ -119,6 +122,12 @@ enum Command {
     Drain(DrainArgs),
     /// Take work from a drained tenant's guest again, what waits first
     Resume(ResumeArgs),
+    /// Prove on this host, before any VM comes, what VMs with this device rely on
+    ///
+    /// A VM of a few bytes of code stores into a window, which lands; the window is revoked while it stores, and nothing lands any more; its
+    /// doorbell wakes without an exit; a completion interrupts it; and through these it talks to a device, in a daemon that is started for
+    /// that alone. Needs /dev/kvm, in hardware or in software: without it, rows are SKIP, which is no failure.
+    Selftest(SelftestArgs),
 }
 
 #[derive(Debug, Args)]
@@ -179,6 +188,11 @@ fn run(cli: &Cli) -> anyhow::Result<Told> {
     if let Command::Faults { tenant, last, follow: true } = &cli.command {
         follow::run(&cli.socket, tenant.as_deref(), last.unwrap_or(0), cli.json)?;
         return Ok(Told::default());
+    }
+    if let Command::Selftest(args) = &cli.command {
+        let report = selftest::run(args, &cli.socket);
+        print(&report.text(cli.json)?)?;
+        return report.verdict().map(|()| Told::default());
     }
     let mut client = Client::connect(&cli.socket)?;
     match &cli.command {
