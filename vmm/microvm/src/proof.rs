@@ -2,13 +2,8 @@
 //!
 //! Not here: what the rows of a self-test look like.
 
-use std::io;
-use std::os::fd::AsRawFd;
 use std::path::Path;
-use std::time::{Duration, Instant};
-
-use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
-use vmm_sys_util::eventfd::EventFd;
+use std::time::Instant;
 
 use crate::error::ensure;
 use crate::front_end::{AVAILABLE_INDEX, FrontEnd, USED_INDEX, lay_out_hello, read_hello};
@@ -84,7 +79,7 @@ pub fn completion_arrives() -> Result<(), MicroVmError> {
     const USED: u16 = 7;
     let running = MicroVm::new(&Program::ring_and_wait(AVAILABLE_INDEX, 1, USED_INDEX))?.start()?;
     let host = running.host().clone();
-    ensure(wait_readable(host.doorbell(), PATIENCE)?, || "The doorbell does not arrive".to_owned())?;
+    ensure(host.wait_for_doorbell(PATIENCE)?, || "The doorbell does not arrive".to_owned())?;
     expect_word("The available index", host.word(AVAILABLE_INDEX)?, 1)?;
     host.set_word(USED_INDEX, USED)?;
     host.interrupt().write(1).map_err(MicroVmError::host("raise the interrupt"))?;
@@ -117,19 +112,4 @@ fn expect_word(what: &str, is: u16, expected: u16) -> Result<(), MicroVmError> {
 fn expect(running: Running, expected: Exit) -> Result<(), MicroVmError> {
     let exit = running.wait(PATIENCE)?;
     ensure(exit == expected, || format!("The guest left with {exit:x?}, not {expected:x?}"))
-}
-
-/// Whether an event counter counts something within `most`.
-fn wait_readable(event: &EventFd, most: Duration) -> Result<bool, MicroVmError> {
-    let failed = || MicroVmError::host("wait for the doorbell");
-    let epoll = Epoll::new().map_err(failed())?;
-    epoll.ctl(ControlOperation::Add, event.as_raw_fd(), EpollEvent::new(EventSet::IN, 0)).map_err(failed())?;
-    let deadline = Instant::now() + most;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now()).as_millis();
-        match epoll.wait(i32::try_from(left).unwrap_or(i32::MAX), &mut [EpollEvent::default()]) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            ready => return ready.map(|ready| ready > 0).map_err(failed()),
-        }
-    }
 }

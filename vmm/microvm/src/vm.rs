@@ -2,12 +2,16 @@
 //!
 //! Not here: what the guest does, running it.
 
+use std::io;
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuFd, VmFd};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::MicroVmError;
@@ -55,6 +59,22 @@ impl Host {
     /// Readable once the guest has rung.
     pub fn doorbell(&self) -> &EventFd {
         &self.doorbell
+    }
+
+    /// Waits until the guest has rung. False if it has not within `most`.
+    pub fn wait_for_doorbell(&self, most: Duration) -> Result<bool, MicroVmError> {
+        let failed = || MicroVmError::host("wait for the doorbell");
+        let epoll = Epoll::new().map_err(failed())?;
+        let wanted = EpollEvent::new(EventSet::IN, 0);
+        epoll.ctl(ControlOperation::Add, self.doorbell.as_raw_fd(), wanted).map_err(failed())?;
+        let deadline = Instant::now() + most;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now()).as_millis();
+            match epoll.wait(i32::try_from(left).unwrap_or(i32::MAX), &mut [EpollEvent::default()]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                ready => return ready.map(|ready| ready > 0).map_err(failed()),
+            }
+        }
     }
 
     /// Interrupts the guest when it is written, if its program waits for that.

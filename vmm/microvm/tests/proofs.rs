@@ -78,10 +78,7 @@ fn guest_that_nobody_answers_sleeps_until_it_is_stopped() {
     let Some(vm) = tried(MicroVm::new(&Program::ring_and_wait(0x600, 1, 0x700))) else { return };
     let running = vm.start().unwrap();
     let host = running.host().clone();
-    while host.doorbell().read().is_err() {
-        assert!(!running.is_over());
-        std::thread::yield_now();
-    }
+    assert!(host.wait_for_doorbell(PATIENCE).unwrap());
     assert_eq!(running.stop().unwrap(), Exit::Stopped);
     assert_eq!(host.word(0x600).unwrap(), 1);
 }

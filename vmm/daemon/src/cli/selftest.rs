@@ -95,7 +95,7 @@ impl Report {
     pub(super) fn verdict(&self) -> anyhow::Result<()> {
         if self.failed > 0 {
             bail!(
-                "{} of {} proofs failed; VMs with this device are not safe or will not work on this host",
+                "{} of {} proofs failed; see why before a VM with this device runs here",
                 self.failed,
                 self.rows.len()
             );
@@ -106,6 +106,7 @@ impl Report {
 
 fn text(report: &Report) -> String {
     let mut text = String::new();
+    let mut said = None;
     for row in &report.rows {
         let outcome = match row.outcome {
             Outcome::Ok => "ok  ",
@@ -113,9 +114,12 @@ fn text(report: &Report) -> String {
             Outcome::Skip => "SKIP",
         };
         text += &format!("{outcome} {}\n", row.name);
-        if let Some(reason) = &row.reason {
-            text += &format!("     {reason}\n");
+        // Where there is no KVM, every row has the same to say.
+        match &row.reason {
+            Some(reason) if said != Some(reason) => text += &format!("     {reason}\n"),
+            _ => {}
         }
+        said = row.reason.as_ref();
     }
     let proved = report.rows.len() - report.failed - report.skipped;
     text + &format!("{proved} proved, {} failed, {} skipped\n", report.failed, report.skipped)
@@ -173,18 +177,20 @@ mod tests {
             Row::new("one", Ok(())),
             Row::new("two", Err(anyhow::anyhow!("low").context("High").into())),
             Row::new("three", Err(MicroVmError::NoPermission.into())),
+            Row::new("four", Err(MicroVmError::NoPermission.into())),
         ])
     }
 
     #[test]
-    fn text_has_the_reason_below_what_is_not_ok() {
+    fn text_has_the_reason_below_what_is_not_ok_once() {
         let expected = "\
 ok   one
 FAIL two
      High: low
 SKIP three
      No permission to open /dev/kvm; run this as root, or as a user of the group that owns it
-1 proved, 1 failed, 1 skipped
+SKIP four
+1 proved, 1 failed, 2 skipped
 ";
         assert_eq!(report().text(false).unwrap(), expected);
     }
@@ -193,15 +199,16 @@ SKIP three
     fn json_says_the_same() {
         let json: serde_json::Value = serde_json::from_str(&report().text(true).unwrap()).unwrap();
         assert_eq!(json["failed"], 1);
-        assert_eq!(json["skipped"], 1);
+        assert_eq!(json["skipped"], 2);
         assert_eq!(json["rows"][0], serde_json::json!({"name": "one", "outcome": "ok"}));
         assert_eq!(json["rows"][1]["reason"], "High: low");
         assert_eq!(json["rows"][2]["outcome"], "skip");
+        assert_eq!(json["rows"][2]["reason"], json["rows"][3]["reason"]);
     }
 
     #[test]
     fn only_a_failure_is_an_error() {
-        assert!(report().verdict().unwrap_err().to_string().starts_with("1 of 3 proofs failed"));
+        assert!(report().verdict().unwrap_err().to_string().starts_with("1 of 4 proofs failed"));
         let skipped = Report::new(vec![Row::new("three", Err(MicroVmError::NoKvm.into()))]);
         assert!(skipped.verdict().is_ok());
         assert!(skipped.text(false).unwrap().starts_with("SKIP three\n     There is no /dev/kvm; turn"));
