@@ -2,8 +2,11 @@
 //!
 //! Only the control queue runs, with one request in it. Not here: what the guest does.
 
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
 use vdev_wire::{CONTROL_QUEUE, ControlHeader, ControlReply, Hello, HelloReply, Opcode, Status, VERSION};
 use vhost::vhost_user::message::{VhostUserHeaderFlag, VhostUserProtocolFeatures, VhostUserVirtioFeatures};
@@ -14,7 +17,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::error::ensure;
 use crate::memory::host_address;
-use crate::{Host, MicroVmError, PATIENCE};
+use crate::{Host, MicroVmError};
 
 const VERSION_1: u64 = 1 << 32;
 
@@ -82,20 +85,25 @@ pub(crate) struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// Connects and starts the queue.
-    pub(crate) fn connect(socket: &Path, host: &Host) -> Result<Self, MicroVmError> {
-        let connect = || {
-            let stream = UnixStream::connect(socket)?;
-            // A device that does not answer is an error, not a wait without end.
-            stream.set_read_timeout(Some(PATIENCE))?;
-            stream.set_write_timeout(Some(PATIENCE))?;
-            Ok::<_, std::io::Error>(stream)
-        };
-        let stream = connect().map_err(MicroVmError::host("connect to the tenant's socket"))?;
+    /// Connects and starts the queue. A device that has not done its part after `most` is hung up on.
+    pub(crate) fn connect(socket: &Path, host: &Host, most: Duration) -> Result<Self, MicroVmError> {
+        let failed = || MicroVmError::host("connect to the tenant's socket");
+        let stream = UnixStream::connect(socket).map_err(failed())?;
+        let watched = stream.try_clone().map_err(failed())?;
+        let (ready, wait) = channel::<()>();
+        // The `vhost` crate waits for an answer without end, whatever the socket's timeout is.
+        let watch = std::thread::spawn(move || {
+            if wait.recv_timeout(most) == Err(RecvTimeoutError::Timeout) {
+                // If there is no connection any more, nobody waits.
+                let _ = watched.shutdown(Shutdown::Both);
+            }
+        });
         let mut connection = Frontend::from_stream(stream, u64::from(CONTROL_QUEUE) + 1);
-        negotiate(&mut connection)?;
-        start(&mut connection, host)?;
-        Ok(Self { _connection: connection })
+        let started = negotiate(&mut connection).and_then(|()| start(&mut connection, host));
+        drop(ready);
+        // It only waits.
+        let _ = watch.join();
+        started.map(|()| Self { _connection: connection })
     }
 }
 
@@ -138,4 +146,25 @@ fn start(connection: &mut Frontend, host: &Host) -> Result<(), MicroVmError> {
     connection.set_vring_kick(queue, host.doorbell()).map_err(step("SET_VRING_KICK"))?;
     connection.set_vring_call(queue, host.interrupt()).map_err(step("SET_VRING_CALL"))?;
     connection.set_vring_enable(queue, true).map_err(step("SET_VRING_ENABLE"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+    use crate::{MicroVm, Program};
+
+    #[test]
+    fn device_that_says_nothing_is_hung_up_on() {
+        let vm = match MicroVm::new(&Program::ring(AVAILABLE_INDEX, 1)) {
+            Err(error) if error.is_missing() => return eprintln!("skipped: {error}"),
+            vm => vm.unwrap(),
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("device.sock");
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let refused = FrontEnd::connect(&socket, vm.host(), Duration::from_millis(1)).err();
+        assert_eq!(refused.unwrap().to_string(), "The device does not take part: GET_FEATURES failed");
+    }
 }

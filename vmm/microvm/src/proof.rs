@@ -93,7 +93,7 @@ pub fn device_answers(socket: &Path) -> Result<u32, MicroVmError> {
     let vm = MicroVm::new(&Program::ring_and_wait(AVAILABLE_INDEX, 1, USED_INDEX))?;
     let host = vm.host().clone();
     lay_out_hello(&host)?;
-    let _connected = FrontEnd::connect(socket, &host)?;
+    let _connected = FrontEnd::connect(socket, &host, PATIENCE)?;
     expect(vm.start()?, Exit::Done)?;
     expect_seen(&host, 1)?;
     read_hello(&host)
