@@ -6,4 +6,5 @@
 pub mod demo;
 pub mod guest;
 pub mod kit;
+pub mod lab;
 pub mod work;
