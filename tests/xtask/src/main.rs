@@ -21,6 +21,7 @@ enum Command {
     Demo(cmd::demo::DemoArgs),
     Fuzz(cmd::fuzz::FuzzArgs),
     Kit(cmd::kit::KitArgs),
+    Lab(cmd::lab::LabArgs),
     /// Check formatting, clippy and the documentation; warnings are failures
     Lint,
     Mutate(cmd::mutate::MutateArgs),
@@ -33,6 +34,7 @@ fn main() -> ExitCode {
         Command::Fuzz(args) => cmd::fuzz::run(&args),
         Command::Demo(args) => cmd::demo::run(args),
         Command::Kit(args) => cmd::kit::run(&args),
+        Command::Lab(args) => cmd::lab::run(&args),
         Command::Lint => cmd::lint::run(),
         Command::Mutate(args) => cmd::mutate::run(&args),
         Command::Test(args) => cmd::test::run(args),

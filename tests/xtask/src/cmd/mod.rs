@@ -5,6 +5,7 @@ pub(crate) mod demo;
 pub(crate) mod evidence;
 pub(crate) mod fuzz;
 pub(crate) mod kit;
+pub(crate) mod lab;
 pub(crate) mod lint;
 pub(crate) mod mutate;
 mod mutations;

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
@@ -64,6 +65,32 @@ impl GuestSpec {
         self.qemu_args.extend(args.into_iter().map(Into::into));
         self
     }
+
+    /// What QEMU is told to make this machine of a kernel and a written initramfs; its console is the serial port `console`.
+    #[must_use]
+    pub fn words(&self, accel: Accel, kernel: &Path, initramfs: &Path, console: &str) -> Vec<OsString> {
+        let memory = self.memory_mib;
+        let text = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
+        let mut words = text(&["-M", "q35", "-smp", &self.smp.to_string(), "-m", &memory.to_string()]);
+        words.extend(text(&accel.qemu_args()));
+        words.extend(text(&["-object", &format!("memory-backend-memfd,id=ram,size={memory}M,share=on")]));
+        words.extend(text(&["-numa", "node,memdev=ram", "-nodefaults", "-no-user-config", "-display", "none"]));
+        words.extend(text(&["-no-reboot", "-serial", console, "-run-with", "exit-with-parent=on"]));
+        words.extend(["-kernel".into(), kernel.into(), "-initrd".into(), initramfs.into()]);
+        words.extend(text(&["-append", &format!("console=ttyS0 quiet panic=-1 {}", self.append)]));
+        words.extend(self.qemu_args.iter().cloned());
+        words
+    }
+
+    fn accel(&self, kit: &Kit) -> Result<Accel> {
+        self.accel.map_or_else(|| Ok(accel::choose(kit)?.accel), Ok)
+    }
+
+    fn write_initramfs(&self) -> Result<NamedTempFile> {
+        let file = NamedTempFile::with_prefix("peergate-initramfs-").context("Cannot create a temporary file")?;
+        self.initramfs.write_to(file.path())?;
+        Ok(file)
+    }
 }
 
 /// A line, and who said it.
@@ -112,32 +139,31 @@ pub fn boot(kit: &Kit, spec: &GuestSpec, mut on_line: impl FnMut(&str) -> Contro
     guest.finish()
 }
 
+/// Boots a guest whose console is this process's terminal, without a time limit. Blocks until it powers off.
+///
+/// # Errors
+/// When QEMU cannot be started or fails; it says why on stderr.
+pub fn attend(kit: &Kit, spec: &GuestSpec) -> Result<()> {
+    let initramfs = spec.write_initramfs()?;
+    // What a person types, an interrupt too, is for the guest.
+    let terminal = ["-chardev", "stdio,id=terminal,signal=off"];
+    let words = spec.words(spec.accel(kit)?, &kit.kernel_image(), initramfs.path(), "chardev:terminal");
+    let status = kit.qemu().args(terminal).args(words).status().context("Cannot start QEMU")?;
+    if !status.success() {
+        bail!("QEMU failed ({status})");
+    }
+    Ok(())
+}
+
 impl Guest {
     /// Starts QEMU; gives the guest as soon as the process runs.
     ///
     /// # Errors
     /// When the initramfs cannot be written or QEMU cannot be started.
     pub fn start(kit: &Kit, spec: &GuestSpec) -> Result<Self> {
-        let accel = match spec.accel {
-            Some(accel) => accel,
-            None => accel::choose(kit)?.accel,
-        };
-        let initramfs = NamedTempFile::with_prefix("peergate-initramfs-").context("Cannot create a temporary file")?;
-        spec.initramfs.write_to(initramfs.path())?;
+        let initramfs = spec.write_initramfs()?;
         let mut command = kit.qemu();
-        command
-            .args(["-M", "q35", "-smp", &spec.smp.to_string(), "-m", &spec.memory_mib.to_string()])
-            .args(accel.qemu_args())
-            .arg("-object")
-            .arg(format!("memory-backend-memfd,id=ram,size={}M,share=on", spec.memory_mib))
-            .args(["-numa", "node,memdev=ram", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
-            .args(["-serial", "stdio", "-run-with", "exit-with-parent=on", "-kernel"])
-            .arg(kit.kernel_image())
-            .arg("-initrd")
-            .arg(initramfs.path())
-            .arg("-append")
-            .arg(format!("console=ttyS0 quiet panic=-1 {}", spec.append))
-            .args(&spec.qemu_args);
+        command.args(spec.words(spec.accel(kit)?, &kit.kernel_image(), initramfs.path(), "stdio"));
         let started = Instant::now();
         let mut child = command
             .stdin(Stdio::null())

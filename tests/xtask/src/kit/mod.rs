@@ -8,6 +8,7 @@
 pub mod apt;
 pub mod debug;
 pub mod host;
+pub mod image;
 pub mod kernel;
 pub mod mirror;
 pub mod module;
