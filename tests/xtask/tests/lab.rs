@@ -3,7 +3,7 @@
 
 use std::io::{Read, Write};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use xtask::kit::Kit;
 use xtask::lab::{Topology, run_program};
@@ -26,18 +26,26 @@ fn a_program_of_this_machine_runs_in_the_lab_and_its_words_output_and_status_com
     assert_eq!((ended.status, ended.output), (7, format!("{names}it's $HOME\nunfinished")), "{:#?}", ended.console);
 }
 
+/// A lab that goes with this value, and its QEMU with it.
+struct Lab(Child);
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        // Both fail only for a process that has already been waited for.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 #[test]
 fn a_shell_in_the_lab_takes_what_is_typed_and_its_end_is_the_lab_s() {
     if kit().is_none() {
         return;
     }
-    let mut lab = Command::new(env!("CARGO_BIN_EXE_xtask"))
-        .args(["lab", "--shell"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let (mut typed, mut shown) = (lab.stdin.take().unwrap(), lab.stdout.take().unwrap());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_xtask"));
+    command.args(["lab", "--shell"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut lab = Lab(command.spawn().unwrap());
+    let (mut typed, mut shown) = (lab.0.stdin.take().unwrap(), lab.0.stdout.take().unwrap());
     let mut text = String::new();
     let mut until = |end: &str| {
         let mut byte = [0];
@@ -51,5 +59,5 @@ fn a_shell_in_the_lab_takes_what_is_typed_and_its_end_is_the_lab_s() {
     until("\n42 devices");
     until("lab# ");
     typed.write_all(b"exit\n").unwrap();
-    assert!(lab.wait().unwrap().success());
+    assert!(lab.0.wait().unwrap().success());
 }

@@ -7,6 +7,7 @@ use clap::Args;
 use xtask::demo::programs::target_dir;
 use xtask::demo::{self, Acts, Row, Rows};
 use xtask::kit::{Kernel, Kit};
+use xtask::lab::{self, Topology};
 
 use super::{Steps, cargo, checkout, evidence, lint, must};
 
@@ -17,7 +18,7 @@ const GUESTS: [Kernel; 2] = [Kernel::Newest, Kernel::V6_12];
 /// Run everything a change must pass: lint, the kernel module with W=1 and sparse, and all tests, guests included
 #[derive(Debug, Args)]
 pub(crate) struct TestArgs {
-    /// Run only steps with this in their name, such as clippy, module, tests, demo, guest, 6.12
+    /// Run only steps with this in their name, such as clippy, module, tests, demo, guest, lab, 6.12
     #[arg(long, value_name = "NAME", default_value = "")]
     only: String,
     /// Run nothing but the guest's tests, on this kernel: newest, 6.12, 6.1, or debug (KASAN, lockdep, kmemleak; built if it is not there yet)
@@ -52,6 +53,9 @@ pub(crate) fn run(args: TestArgs) -> Result<()> {
         }
         steps
             .run("two guests: the demo's second act", || check(&demo::in_guest(kit, Acts::Second, None, &mut |_| {})?));
+        steps.run("the lab: VT-d, VFIO and guests under KVM", || {
+            check(&lab::check(kit, &Topology::load(Path::new("default"))?, &mut |_| {})?)
+        });
     }
     steps.finish()
 }

@@ -123,7 +123,7 @@ fn read_results(text: &str, plan: &Plan, rows: &mut Rows) -> Result<()> {
 ///
 /// # Errors
 /// When a file is missing.
-pub(super) fn root(kit: &Kit, programs: &Programs, module: &Path) -> Result<(Initramfs, String)> {
+pub(crate) fn root(kit: &Kit, programs: &Programs, module: &Path) -> Result<(Initramfs, String)> {
     let mut root = Initramfs::new();
     root.busybox(kit)?;
     root.program("/bin/pgctl", &programs.path("pgctl"))?;

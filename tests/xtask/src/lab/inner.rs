@@ -10,8 +10,8 @@ use super::machine::{KIT, Machine};
 use super::quoted;
 use crate::guest::{Accel, GuestSpec};
 
-/// Puts what a guest boots from into the host, and gives the words of the host's shell that boot it: QEMU's end is theirs, and the guest's console
-/// is their output. The guest's kernel is the newest.
+/// Puts what a guest boots from into the host, and gives the words of the host's shell that boot it, to which more arguments may be added. The guest's
+/// console is their output. The guest's kernel is the newest.
 ///
 /// # Errors
 /// When its root file system cannot be written.
@@ -31,5 +31,5 @@ pub fn add_guest(machine: &mut Machine<'_>, name: &str, spec: &GuestSpec) -> Res
     for word in std::iter::once(command.get_program()).chain(command.get_args()) {
         words.push(quoted(word.to_str().context("A guest's arguments are text")?));
     }
-    Ok(format!("timeout {} env {} </dev/null", spec.timeout.as_secs(), words.join(" ")))
+    Ok(format!("</dev/null timeout {} env {}", spec.timeout.as_secs(), words.join(" ")))
 }

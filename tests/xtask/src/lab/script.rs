@@ -19,6 +19,8 @@ export PEERGATE_LAB=/run/lab
 mkdir -p $PEERGATE_LAB
 : >$PEERGATE_LAB/devices
 
+fact() { echo "$*" >&3; }
+
 # What the kernel calls the device behind the root port in a slot.
 behind() {
     for device in /sys/bus/pci/devices/0000:00:$1.0/0000:*; do

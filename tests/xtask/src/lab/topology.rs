@@ -178,7 +178,7 @@ fn device(port: WrittenPort) -> Result<Device> {
         Kind::Memory => &["size"],
         Kind::Nvme => &["cmb", "namespaces"],
     };
-    for (key, _) in foreign.iter().filter(|(key, given)| *given && !own.contains(key)) {
+    if let Some((key, _)) = foreign.iter().find(|(key, given)| *given && !own.contains(key)) {
         bail!("{key} is no key of this kind of device; remove it");
     }
     match kind {

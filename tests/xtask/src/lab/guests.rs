@@ -1,0 +1,124 @@
+//! What guests of the host show: that its KVM is real, and that a tenant's guest works with a `peergated` in the host.
+//!
+//! Not here: what `pgctl selftest` tries.
+
+use std::time::Duration;
+
+use anyhow::Result;
+
+use super::check::Scenario;
+use super::inner::add_guest;
+use super::machine::Machine;
+use crate::demo::TENANT;
+use crate::demo::guest::root;
+use crate::demo::programs::Programs;
+use crate::guest::{GuestSpec, Initramfs};
+use crate::kit::Kernel;
+use crate::work::checkout;
+
+/// From a guest's start to its end.
+const TIME: Duration = Duration::from_secs(240);
+const MEMORY_MIB: u32 = 256;
+
+/// A guest of nothing but a kernel and busybox, which says what it runs on.
+///
+/// # Errors
+/// When its files cannot be written.
+pub fn bare(machine: &mut Machine<'_>) -> Result<Scenario> {
+    let mut root = Initramfs::new();
+    root.busybox(machine.kit())?;
+    root.init_script("echo RUNS-ON $(dmesg | sed -n 's/.*Hypervisor detected: //p')");
+    let guest = add_guest(machine, "bare", &spec(root))?;
+    Ok(Scenario {
+        script: BARE.replace("GUEST", &guest),
+        facts: vec![("guest-runs-on".to_owned(), "KVM".to_owned())],
+        notes: vec![
+            ("guest-took", "a guest's guest, from start to end: ? s"),
+            ("guest-left", "? MiB stayed free meanwhile"),
+        ],
+        ..Scenario::default()
+    })
+}
+
+/// A `peergated` in the host, a guest on its tenant, and the self-test in the guest.
+///
+/// # Errors
+/// When a program does not build, or a file cannot be written.
+pub fn tenant(machine: &mut Machine<'_>) -> Result<Scenario> {
+    let programs = Programs::build(&["vmm_daemon", "pgctl"])?;
+    // A guest's kernel is the newest, whatever the host's is.
+    let kit = machine.kit().with_kernel(Kernel::Newest)?;
+    let (mut inner, load) = root(&kit, &programs, &programs.module(&kit)?)?;
+    inner.init_script(&format!("{load}{TENANT_GUEST}"));
+    let spec = spec(inner).args(["-serial", "file:/run/tenant.results"]);
+    let guest = add_guest(machine, "tenant", &spec)?;
+    for name in ["peergated", "peergate"] {
+        machine.root().program(&format!("/bin/{name}"), &programs.path(name))?;
+    }
+    machine.root().file("/etc/peergated.toml", checkout().join("configs/demo.toml"), 0o644);
+    let facts = [
+        ("tenant/daemon-is-ready", "yes"),
+        ("tenant/guest-kernel-complaints", "0"),
+        ("tenant/daemon-ends", "0"),
+        ("tenant/daemon-errors-logged", "0"),
+    ];
+    Ok(Scenario {
+        script: HOST.replace("GUEST", &guest).replace("TENANT", TENANT),
+        facts: facts.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
+        notes: vec![("tenant/took", "a tenant's guest and its self-test: ? s")],
+        selftest: true,
+    })
+}
+
+fn spec(root: Initramfs) -> GuestSpec {
+    let mut spec = GuestSpec::new(root);
+    (spec.memory_mib, spec.smp, spec.timeout) = (MEMORY_MIB, 1, TIME);
+    spec
+}
+
+const BARE: &str = r#"
+left() { sed -n 's/^MemAvailable: *\([0-9]*\).*/\1/p' /proc/meminfo; }
+seconds() { cut -d. -f1 /proc/uptime; }
+before=$(seconds)
+GUEST >/run/guest.log 2>&1 &
+guest=$!
+least=$(left)
+while kill -0 $guest 2>/dev/null; do
+    now=$(left)
+    [ $now -lt $least ] && least=$now
+    usleep 200000
+done
+fact guest-took $(($(seconds) - before))
+fact guest-left $((least >> 10))
+fact guest-runs-on $(sed -n 's/^RUNS-ON *//p' /run/guest.log)
+grep -q ^RUNS-ON /run/guest.log || cat /run/guest.log
+"#;
+
+/// In the host.
+const HOST: &str = r#"
+before=$(seconds)
+peergated --config /etc/peergated.toml >/run/peergated.out 2>/run/peergated.log &
+daemon=$!
+until grep -q ready /run/peergated.out; do kill -0 $daemon || break; usleep 100000; done
+fact tenant/daemon-is-ready $(grep -q ready /run/peergated.out && echo yes)
+device=$(peergate attach --vmm qemu TENANT | sed -n 's/ *\\$//; /^-chardev/p; /^-device/p')
+GUEST $device >/run/guest.log 2>&1
+grep '^{' /run/tenant.results >&3 || cat /run/peergated.log /run/guest.log
+fact tenant/guest-kernel-complaints $(sed -n 's/^kernel-complaints //p' /run/tenant.results)
+fact tenant/took $(($(seconds) - before))
+kill $daemon
+wait $daemon
+fact tenant/daemon-ends $?
+fact tenant/daemon-errors-logged $(grep -cE ' ERROR |panicked' /run/peergated.log)
+grep -E ' ERROR |panicked' /run/peergated.log
+"#;
+
+/// In the guest.
+const TENANT_GUEST: &str = r#"
+stty -F /dev/ttyS1 raw -echo 2>/dev/null
+exec 3>/dev/ttyS1
+insmod /lib/peergate.ko || dmesg | tail -20
+pgctl selftest --json >&3
+rmmod peergate
+echo "kernel-complaints $(dmesg | grep -cE 'BUG|WARNING|Oops|Call Trace')" >&3
+"#;
