@@ -24,7 +24,7 @@ pub(crate) struct LabArgs {
     /// The host's devices: a file, or the name of one of configs/topologies
     #[arg(long, value_name = "FILE", default_value = "default")]
     topology: PathBuf,
-    /// The host's kernel: newest or debug
+    /// The host's kernel; one without VFIO is refused
     #[arg(long, value_name = "KERNEL", default_value = "newest")]
     kernel: Kernel,
     /// A program of this machine and its arguments, to run in the host; /run/lab/devices there lists the devices

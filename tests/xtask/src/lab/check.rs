@@ -26,8 +26,8 @@ pub struct Scenario {
     pub script: String,
     /// What it must say: names and values.
     pub facts: Vec<(String, String)>,
-    /// What is told to people and judged by nobody: the fact's name, and a text in which `?` stands for the value.
-    pub notes: Vec<(&'static str, &'static str)>,
+    /// The guest that it has `watched`; how that went is told to people and judged by nobody.
+    pub guest: Option<&'static str>,
     /// Whether it prints the rows of one `pgctl selftest`.
     pub selftest: bool,
 }
@@ -73,8 +73,9 @@ fn judge(scenarios: &[Scenario], ran: &Ran, rows: &mut Rows<'_>) -> Result<()> {
                 rows.add(Row { name: format!("lab/tenant/{}", row.name), ..row.clone() });
             }
         }
-        for (name, text) in &scenario.notes {
-            eprintln!("{}", text.replace('?', get(name)));
+        if let Some(guest) = scenario.guest {
+            let (seconds, mib) = (get(&format!("{guest}-took")), get(&format!("{guest}-left")));
+            eprintln!("{guest}: {seconds} s from start to end, and no less than {mib} MiB free in the host meanwhile");
         }
     }
     Ok(())

@@ -9,7 +9,6 @@ use anyhow::Result;
 use super::check::Scenario;
 use super::inner::add_guest;
 use super::machine::Machine;
-use crate::demo::TENANT;
 use crate::demo::guest::root;
 use crate::demo::programs::Programs;
 use crate::guest::{GuestSpec, Initramfs};
@@ -32,10 +31,7 @@ pub fn bare(machine: &mut Machine<'_>) -> Result<Scenario> {
     Ok(Scenario {
         script: BARE.replace("GUEST", &guest),
         facts: vec![("guest-runs-on".to_owned(), "KVM".to_owned())],
-        notes: vec![
-            ("guest-took", "a guest's guest, from start to end: ? s"),
-            ("guest-left", "? MiB stayed free meanwhile"),
-        ],
+        guest: Some("guest"),
         ..Scenario::default()
     })
 }
@@ -55,7 +51,7 @@ pub fn tenant(machine: &mut Machine<'_>) -> Result<Scenario> {
     for name in ["peergated", "peergate"] {
         machine.root().program(&format!("/bin/{name}"), &programs.path(name))?;
     }
-    machine.root().file("/etc/peergated.toml", checkout().join("configs/demo.toml"), 0o644);
+    machine.root().file("/etc/peergated.toml", checkout().join("configs/lab.toml"), 0o644);
     let facts = [
         ("tenant/daemon-is-ready", "yes"),
         ("tenant/guest-kernel-complaints", "0"),
@@ -63,9 +59,9 @@ pub fn tenant(machine: &mut Machine<'_>) -> Result<Scenario> {
         ("tenant/daemon-errors-logged", "0"),
     ];
     Ok(Scenario {
-        script: HOST.replace("GUEST", &guest).replace("TENANT", TENANT),
+        script: HOST.replace("GUEST", &guest),
         facts: facts.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
-        notes: vec![("tenant/took", "a tenant's guest and its self-test: ? s")],
+        guest: Some("tenant"),
         selftest: true,
     })
 }
@@ -77,35 +73,23 @@ fn spec(root: Initramfs) -> GuestSpec {
 }
 
 const BARE: &str = r#"
-left() { sed -n 's/^MemAvailable: *\([0-9]*\).*/\1/p' /proc/meminfo; }
-seconds() { cut -d. -f1 /proc/uptime; }
-before=$(seconds)
 GUEST >/run/guest.log 2>&1 &
-guest=$!
-least=$(left)
-while kill -0 $guest 2>/dev/null; do
-    now=$(left)
-    [ $now -lt $least ] && least=$now
-    usleep 200000
-done
-fact guest-took $(($(seconds) - before))
-fact guest-left $((least >> 10))
+watched guest
 fact guest-runs-on $(sed -n 's/^RUNS-ON *//p' /run/guest.log)
 grep -q ^RUNS-ON /run/guest.log || cat /run/guest.log
 "#;
 
 /// In the host.
 const HOST: &str = r#"
-before=$(seconds)
 peergated --config /etc/peergated.toml >/run/peergated.out 2>/run/peergated.log &
 daemon=$!
 until grep -q ready /run/peergated.out; do kill -0 $daemon || break; usleep 100000; done
 fact tenant/daemon-is-ready $(grep -q ready /run/peergated.out && echo yes)
-device=$(peergate attach --vmm qemu TENANT | sed -n 's/ *\\$//; /^-chardev/p; /^-device/p')
-GUEST $device >/run/guest.log 2>&1
+device=$(peergate attach --vmm qemu lab | sed -n 's/ *\\$//; /^-chardev/p; /^-device/p')
+GUEST $device >/run/guest.log 2>&1 &
+watched tenant
 grep '^{' /run/tenant.results >&3 || cat /run/peergated.log /run/guest.log
 fact tenant/guest-kernel-complaints $(sed -n 's/^kernel-complaints //p' /run/tenant.results)
-fact tenant/took $(($(seconds) - before))
 kill $daemon
 wait $daemon
 fact tenant/daemon-ends $?

@@ -21,6 +21,20 @@ mkdir -p $PEERGATE_LAB
 
 fact() { echo "$*" >&3; }
 
+# Waits for a guest that was started last, and says how long it took and how little memory the host had left meanwhile.
+watched() {
+    name=$1 before=$(seconds) least=$(left)
+    while kill -0 $! 2>/dev/null; do
+        now=$(left)
+        [ $now -lt $least ] && least=$now
+        usleep 200000
+    done
+    fact $name-took $(($(seconds) - before))
+    fact $name-left $((least >> 10))
+}
+left() { sed -n 's/^MemAvailable: *\([0-9]*\).*/\1/p' /proc/meminfo; }
+seconds() { cut -d. -f1 /proc/uptime; }
+
 # What the kernel calls the device behind the root port in a slot.
 behind() {
     for device in /sys/bus/pci/devices/0000:00:$1.0/0000:*; do
