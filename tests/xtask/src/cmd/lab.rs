@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use clap::{ArgGroup, Args};
 use xtask::demo::Row;
 use xtask::kit::{Kernel, Kit};
-use xtask::lab::{self, Machine, Topology};
+use xtask::lab::{self, Machine, Topology, guests};
 
 /// Boot a host with an IOMMU, PCIe devices bound to VFIO, and KVM for guests of its own; look around in it, check it, or run a program in it
 #[derive(Debug, Args)]
@@ -15,6 +15,9 @@ pub(crate) struct LabArgs {
     /// Give a prompt in the host, on this terminal; the host goes when the shell ends
     #[arg(long)]
     shell: bool,
+    /// Bring peergated, peergate and the guest of a tenant (guest-tenant) along
+    #[arg(long, requires = "shell")]
+    tenant: bool,
     /// Run every scenario; succeed only if all rows are as expected
     #[arg(long)]
     check: bool,
@@ -46,7 +49,13 @@ pub(crate) fn run(args: &LabArgs) -> Result<()> {
             }
             Ok(())
         }
-        None if args.shell => Machine::new(&kit, &topology)?.shell(),
+        None if args.shell => {
+            let mut machine = Machine::new(&kit, &topology)?;
+            if args.tenant {
+                guests::tenant(&mut machine)?;
+            }
+            machine.shell()
+        }
         None => check(&kit, &topology, args.json),
     }
 }

@@ -27,9 +27,9 @@ pub fn bare(machine: &mut Machine<'_>) -> Result<Scenario> {
     let mut root = Initramfs::new();
     root.busybox(machine.kit())?;
     root.init_script("echo RUNS-ON $(dmesg | sed -n 's/.*Hypervisor detected: //p')");
-    let guest = add_guest(machine, "bare", &spec(root))?;
+    add_guest(machine, "bare", &spec(root))?;
     Ok(Scenario {
-        script: BARE.replace("GUEST", &guest),
+        script: BARE.to_owned(),
         facts: vec![("guest-runs-on".to_owned(), "KVM".to_owned())],
         guest: Some("guest"),
         ..Scenario::default()
@@ -47,7 +47,7 @@ pub fn tenant(machine: &mut Machine<'_>) -> Result<Scenario> {
     let (mut inner, load) = root(&kit, &programs, &programs.module(&kit)?)?;
     inner.init_script(&format!("{load}{TENANT_GUEST}"));
     let spec = spec(inner).args(["-serial", "file:/run/tenant.results"]);
-    let guest = add_guest(machine, "tenant", &spec)?;
+    add_guest(machine, "tenant", &spec)?;
     for name in ["peergated", "peergate"] {
         machine.root().program(&format!("/bin/{name}"), &programs.path(name))?;
     }
@@ -59,7 +59,7 @@ pub fn tenant(machine: &mut Machine<'_>) -> Result<Scenario> {
         ("tenant/daemon-errors-logged", "0"),
     ];
     Ok(Scenario {
-        script: HOST.replace("GUEST", &guest),
+        script: HOST.to_owned(),
         facts: facts.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
         guest: Some("tenant"),
         selftest: true,
@@ -73,7 +73,7 @@ fn spec(root: Initramfs) -> GuestSpec {
 }
 
 const BARE: &str = r#"
-GUEST >/run/guest.log 2>&1 &
+guest-bare >/run/guest.log 2>&1 &
 watched guest
 fact guest-runs-on $(sed -n 's/^RUNS-ON *//p' /run/guest.log)
 grep -q ^RUNS-ON /run/guest.log || cat /run/guest.log
@@ -86,7 +86,7 @@ daemon=$!
 until grep -q ready /run/peergated.out; do kill -0 $daemon || break; usleep 100000; done
 fact tenant/daemon-is-ready $(grep -q ready /run/peergated.out && echo yes)
 device=$(peergate attach --vmm qemu lab | sed -n 's/ *\\$//; /^-chardev/p; /^-device/p')
-GUEST $device >/run/guest.log 2>&1 &
+guest-tenant $device >/run/guest.log 2>&1 &
 watched tenant
 grep '^{' /run/tenant.results >&3 || cat /run/peergated.log /run/guest.log
 fact tenant/guest-kernel-complaints $(sed -n 's/^kernel-complaints //p' /run/tenant.results)

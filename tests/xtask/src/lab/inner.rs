@@ -10,12 +10,12 @@ use super::machine::{KIT, Machine};
 use super::quoted;
 use crate::guest::{Accel, GuestSpec};
 
-/// Puts what a guest boots from into the host, and gives the words of the host's shell that boot it, to which more arguments may be added. The guest's
-/// console is their output. The guest's kernel is the newest.
+/// Puts what a guest boots from into the host, and a command `guest-NAME` that boots it: its console is the command's output, and arguments of the
+/// command are more arguments of QEMU. The guest's kernel is the newest.
 ///
 /// # Errors
 /// When its root file system cannot be written.
-pub fn add_guest(machine: &mut Machine<'_>, name: &str, spec: &GuestSpec) -> Result<String> {
+pub fn add_guest(machine: &mut Machine<'_>, name: &str, spec: &GuestSpec) -> Result<()> {
     let kit = machine.kit().seen_at(Path::new(KIT))?;
     let archive = machine.scratch().join(format!("{name}.gz"));
     spec.initramfs.write_to(&archive)?;
@@ -31,5 +31,8 @@ pub fn add_guest(machine: &mut Machine<'_>, name: &str, spec: &GuestSpec) -> Res
     for word in std::iter::once(command.get_program()).chain(command.get_args()) {
         words.push(quoted(word.to_str().context("A guest's arguments are text")?));
     }
-    Ok(format!("</dev/null timeout {} env {}", spec.timeout.as_secs(), words.join(" ")))
+    let limit = spec.timeout.as_secs();
+    let script = format!("#!/bin/sh\nexec timeout {limit} env {} \"$@\" </dev/null\n", words.join(" "));
+    machine.root().bytes(&format!("/bin/guest-{name}"), script, 0o755);
+    Ok(())
 }

@@ -27,7 +27,7 @@ watched() {
     while kill -0 $! 2>/dev/null; do
         now=$(left)
         [ $now -lt $least ] && least=$now
-        usleep 200000
+        sleep 1
     done
     fact $name-took $(($(seconds) - before))
     fact $name-left $((least >> 10))
