@@ -27,10 +27,10 @@ use crate::kit::Kit;
 const FIRST_SLOT: usize = 0x10;
 /// Where the host has the kit's image.
 pub const KIT: &str = "/kit";
-/// Modules that the host cannot do without. Those that it has one of two of come last.
+/// Modules that the host cannot do without.
 const MODULES: [&str; 7] = ["virtio_pci", "virtio_blk", "ext4", "vfio_pci", "vfio_iommu_type1", "kvm_amd", "kvm_intel"];
-/// Of the modules, those for processors that this one may not be.
-const EITHER: [&str; 2] = ["kvm-amd", "kvm-intel"];
+/// Of the modules, those for one kind of processor, and the flag that it has.
+const EITHER: [(&str, &str); 2] = [("kvm-amd", "svm"), ("kvm-intel", "vmx")];
 
 /// A host that can be booted once.
 #[derive(Debug)]
@@ -67,8 +67,9 @@ impl<'k> Machine<'k> {
         let modules = modules.with_context(|| format!("Linux {} cannot be the lab's host", kit.kernel_release()))?;
         for module in modules {
             let path = format!("/lib/{}.ko", module.name);
-            let quiet = if EITHER.contains(&module.name.as_str()) { " 2>/dev/null" } else { "" };
-            let _ = writeln!(start, "insmod {path}{quiet}");
+            let flag = EITHER.iter().find(|(name, _)| *name == module.name).map(|(_, flag)| flag);
+            let only = flag.map_or_else(String::new, |flag| format!("grep -qw {flag} /proc/cpuinfo && "));
+            let _ = writeln!(start, "{only}insmod {path}");
             root.file(&path, module.path, 0o644);
         }
         for (index, port) in topology.ports.iter().enumerate() {
