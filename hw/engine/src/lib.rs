@@ -19,5 +19,5 @@ pub use engine::{
     Segments, Submit, Transfer, Work,
 };
 pub use ledger::{Booking, Crossing, Direction, LinkId, LinkLedger, Unlimited};
-pub use memory::{Memory, MemoryError, RamMap, RamRegion};
+pub use memory::{Memory, MemoryError, Place, RamMap, RamRegion};
 pub use segments::{CopyError, Pair, Pairs, copy_segments, fill_segments, total_len};

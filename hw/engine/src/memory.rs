@@ -1,5 +1,7 @@
 //! Bytes at a location, and where the guest's memory comes from.
 
+use std::any::Any;
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::sync::Arc;
@@ -32,6 +34,30 @@ pub trait Memory: Send + Sync {
 
     /// Writes `from.len()` bytes.
     fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError>;
+
+    /// Where this process has the bytes at `at` mapped, as far as they lie together, at most `most`: what hardware is told of. `None` if there are
+    /// none, or if they are not mapped.
+    fn place(&self, at: Location, most: u64) -> Option<Place> {
+        let _ = (at, most);
+        None
+    }
+}
+
+/// Bytes in this process's address space, which stay mapped as long as this lives.
+#[derive(Clone)]
+pub struct Place {
+    /// Address of the first one.
+    pub address: u64,
+    /// How many, never 0.
+    pub len: u64,
+    /// What keeps them mapped.
+    pub hold: Arc<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at {:#x}", self.len, self.address)
+    }
 }
 
 /// A run of guest memory, backed by a file.

@@ -14,8 +14,12 @@ use std::ptr::{self, NonNull};
 use rustix::fs::FileType;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use crate::device;
+
 /// Bytes of pattern that one step of a fill writes; a multiple of 8.
 const TILE: usize = 256;
+/// Bytes that a copy to or from memory of a device moves at a time.
+const STEP: usize = 4096;
 
 /// Why a file cannot serve as memory.
 #[derive(Debug, thiserror::Error)]
@@ -81,6 +85,8 @@ pub(crate) struct Mapping {
     first: NonNull<u8>,
     len: usize,
     key: Key,
+    /// Memory of a device, which is not cached: every access of it is as wide as it can be and aligned, and none is repeated or left out.
+    is_device: bool,
     /// What the kernel was asked for: whole pages of the file around those bytes.
     pages: NonNull<c_void>,
     pages_len: usize,
@@ -94,6 +100,15 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps `len` bytes of `file` from `offset`, which need not lie on a page boundary.
     pub(crate) fn new(file: &File, offset: u64, len: u64) -> Result<Self, FileError> {
+        Self::map(file, offset, len, false)
+    }
+
+    /// The same of memory of a device.
+    pub(crate) fn of_device(file: &File, offset: u64, len: u64) -> Result<Self, FileError> {
+        Self::map(file, offset, len, true)
+    }
+
+    fn map(file: &File, offset: u64, len: u64, is_device: bool) -> Result<Self, FileError> {
         let stat = rustix::fs::fstat(file)?;
         let wrong = FileError::Length { len };
         let end = offset.checked_add(len).filter(|_| len > 0);
@@ -120,11 +135,15 @@ impl Mapping {
         // SAFETY: `lead` is below `pages_len`, the length of the mapping that starts at `pages`.
         let first = unsafe { pages.cast::<u8>().add(lead) };
         let key = Key { device: stat.st_dev, inode: stat.st_ino, offset, len: len as u64 };
-        let mapping = Self { first, len, key, pages, pages_len };
+        let mapping = Self { first, len, key, is_device, pages, pages_len };
         // A child must not hold a guest's memory, nor a core file show it. From here on a failure unmaps.
         mapping.advise(Advice::LinuxDontFork)?;
         mapping.advise(Advice::LinuxDontDump)?;
         Ok(mapping)
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len as u64
     }
 
     pub(crate) fn key(&self) -> Key {
@@ -137,7 +156,7 @@ impl Mapping {
         let len = usize::try_from(most).unwrap_or(usize::MAX).min(self.len - offset);
         // SAFETY: `offset` is below `len`, the number of mapped bytes from `first` on.
         let first = unsafe { self.first.add(offset) };
-        Some(Span { first, len, mapping: PhantomData })
+        Some(Span { first, len, is_device: self.is_device, mapping: PhantomData })
     }
 
     fn advise(&self, advice: Advice) -> Result<(), FileError> {
@@ -159,6 +178,7 @@ impl Drop for Mapping {
 pub(crate) struct Span<'a> {
     first: NonNull<u8>,
     len: usize,
+    is_device: bool,
     mapping: PhantomData<&'a Mapping>,
 }
 
@@ -167,14 +187,51 @@ impl Span<'_> {
         self.len
     }
 
+    /// Address of the first byte.
+    pub(crate) fn address(self) -> usize {
+        self.first.as_ptr().addr()
+    }
+
     /// Copies as many bytes as the shorter span has, as if through a buffer.
     pub(crate) fn copy_from(self, src: Span<'_>) {
+        if self.is_device || src.is_device {
+            return self.copy_by_device(src);
+        }
         // SAFETY: Both spans lie inside mappings that live as long as the spans; the count is within both; `copy` allows overlap.
         unsafe { ptr::copy(src.first.as_ptr(), self.first.as_ptr(), self.len.min(src.len)) }
     }
 
+    /// As [`Span::copy_from`] where one is memory of a device, in steps of a buffer.
+    fn copy_by_device(self, src: Span<'_>) {
+        let len = self.len.min(src.len);
+        let mut buffer = [0; STEP];
+        let mut step = |at: usize| {
+            let bytes = &mut buffer[..STEP.min(len - at)];
+            src.part(at).read(bytes);
+            self.write_at(at, bytes);
+        };
+        // Against overlap: towards higher addresses the last bytes go first.
+        if self.address() > src.address() {
+            (0..len).step_by(STEP).rev().for_each(&mut step);
+        } else {
+            (0..len).step_by(STEP).for_each(&mut step);
+        }
+    }
+
+    /// The bytes from `at` on, which is at most `len`.
+    fn part(self, at: usize) -> Self {
+        let at = at.min(self.len);
+        // SAFETY: `at` is inside the span or just behind it.
+        let first = unsafe { self.first.add(at) };
+        Span { first, len: self.len - at, ..self }
+    }
+
     /// Reads as many bytes as fit.
     pub(crate) fn read(self, into: &mut [u8]) {
+        if self.is_device {
+            let count = self.len.min(into.len());
+            return device::read(self.first, &mut into[..count]);
+        }
         // SAFETY: The span lies inside a living mapping and `into` is private memory of this process, so they cannot overlap; the count is
         // within both.
         unsafe { ptr::copy_nonoverlapping(self.first.as_ptr(), into.as_mut_ptr(), self.len.min(into.len())) }
@@ -188,7 +245,7 @@ impl Span<'_> {
     /// Fills the span with the little-endian bytes of `pattern`, repeated.
     pub(crate) fn fill(self, pattern: u64) {
         let bytes = pattern.to_le_bytes();
-        if bytes == [bytes[0]; 8] {
+        if !self.is_device && bytes == [bytes[0]; 8] {
             // SAFETY: The span lies inside a living mapping.
             unsafe { ptr::write_bytes(self.first.as_ptr(), bytes[0], self.len) }
             return;
@@ -206,6 +263,9 @@ impl Span<'_> {
         let count = self.len.saturating_sub(at).min(from.len());
         // SAFETY: `at + count` is at most `len`, so `at` is inside the span or just behind it.
         let to = unsafe { self.first.add(at.min(self.len)) };
+        if self.is_device {
+            return device::write(to, &from[..count]);
+        }
         // SAFETY: The span lies inside a living mapping and `from` is private memory of this process, so they cannot overlap; the count is
         // within both.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), count) }

@@ -8,11 +8,11 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
-use hw_engine::{Memory, MemoryError, RamMap, RamRegion};
+use hw_engine::{Memory, MemoryError, Place, RamMap, RamRegion};
 use iommu_addr::{EndpointId, Gpa, Location, Range};
 
 use crate::mapping::{FileError, Key, Mapping};
-use crate::table::{Region, Table};
+use crate::table::{Aperture, Region, Table};
 
 /// Why a change of the memory was refused. Comes inside an [`io::Error`]; nothing has changed then.
 #[derive(Debug, thiserror::Error)]
@@ -62,6 +62,19 @@ impl From<MapError> for io::Error {
     }
 }
 
+/// A run of memory behind a BAR that may be mapped.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceArea<'a> {
+    /// Where it begins in the endpoint's memory.
+    pub start: u64,
+    /// What maps it.
+    pub file: &'a File,
+    /// Where in the file it begins.
+    pub offset: u64,
+    /// Its length in bytes.
+    pub len: u64,
+}
+
 /// Guest memory and endpoints' memory, mapped shared. Every method may be called from any thread; moving bytes never blocks.
 #[derive(Debug, Default)]
 pub struct HostMemory {
@@ -82,12 +95,32 @@ impl HostMemory {
     /// `AlreadyExists` if the endpoint has memory; `InvalidInput` if the file is too short or `len` is 0; else what `mmap` says, for
     /// instance if the file is not open for reading and writing.
     pub fn add_aperture(&self, endpoint: EndpointId, file: &File, len: u64) -> io::Result<()> {
+        let mapping = || Ok((0, Mapping::new(file, 0, len)?));
+        self.add(endpoint, std::iter::once_with(mapping))
+    }
+
+    /// Maps memory behind a device's BAR as the memory of `endpoint`. The files may be closed afterwards. What lies between the areas is not there.
+    ///
+    /// # Errors
+    /// As for [`HostMemory::add_aperture`].
+    pub fn add_device(&self, endpoint: EndpointId, areas: &[DeviceArea<'_>]) -> io::Result<()> {
+        let map = |area: &DeviceArea<'_>| Ok((area.start, Mapping::of_device(area.file, area.offset, area.len)?));
+        self.add(endpoint, areas.iter().map(map))
+    }
+
+    fn add(
+        &self,
+        endpoint: EndpointId,
+        runs: impl Iterator<Item = Result<(u64, Mapping), FileError>>,
+    ) -> io::Result<()> {
         self.change(|table| {
-            if table.aperture(endpoint).is_some() {
+            if table.apertures.iter().any(|run| run.endpoint == endpoint) {
                 return Err(MapError::Taken { endpoint });
             }
-            let mapping = Mapping::new(file, 0, len).map_err(|source| MapError::Aperture { endpoint, source })?;
-            table.apertures.push((endpoint, Arc::new(mapping)));
+            for run in runs {
+                let (start, mapping) = run.map_err(|source| MapError::Aperture { endpoint, source })?;
+                table.apertures.push(Aperture { endpoint, start, mapping: Arc::new(mapping) });
+            }
             Ok(())
         })
     }
@@ -187,6 +220,10 @@ impl Memory for HostMemory {
         }
         Ok(())
     }
+
+    fn place(&self, at: Location, most: u64) -> Option<Place> {
+        self.table.load().place(at, most)
+    }
 }
 
 #[cold]
@@ -203,8 +240,10 @@ fn copy_pieces(table: &Table, dst: Location, src: Location, len: u64) -> Result<
         done += to.len().min(from.len()) as u64;
         steps.push((to, from));
     }
-    // Against overlap in guest memory: towards higher addresses the last bytes go first.
-    if matches!((dst, src), (Location::Ram(dst), Location::Ram(src)) if dst > src) {
+    // Against overlap: towards higher addresses the last bytes go first.
+    if matches!((dst, src), (Location::Ram(dst), Location::Ram(src)) if dst > src)
+        || matches!((dst, src), (Location::Aperture { offset: dst, .. }, Location::Aperture { offset: src, .. }) if dst > src)
+    {
         steps.reverse();
     }
     steps.into_iter().for_each(|(to, from)| to.copy_from(from));

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hw_engine::MemoryError;
+use hw_engine::{MemoryError, Place};
 use iommu_addr::{Addr, EndpointId, Gpa, Location, Range};
 
 use crate::mapping::{Mapping, Span};
@@ -19,7 +19,16 @@ pub(crate) struct Region {
 pub(crate) struct Table {
     /// In the order of their addresses; none overlaps another.
     pub(crate) ram: Vec<Region>,
-    pub(crate) apertures: Vec<(EndpointId, Arc<Mapping>)>,
+    pub(crate) apertures: Vec<Aperture>,
+}
+
+/// A run of an endpoint's memory.
+#[derive(Clone, Debug)]
+pub(crate) struct Aperture {
+    pub(crate) endpoint: EndpointId,
+    /// Where it begins in the endpoint's memory.
+    pub(crate) start: u64,
+    pub(crate) mapping: Arc<Mapping>,
 }
 
 impl Table {
@@ -31,8 +40,24 @@ impl Table {
                 let region = self.region(gpa)?;
                 region.mapping.span(gpa.offset_from(region.gpa.start())?, most)
             }
-            Location::Aperture { endpoint, offset } => self.aperture(endpoint)?.span(offset.0, most),
+            Location::Aperture { endpoint, offset } => {
+                let (mapping, offset) = self.aperture(endpoint, offset.0)?;
+                mapping.span(offset, most)
+            }
         }
+    }
+
+    /// As [`Table::span`], to be kept.
+    pub(crate) fn place(&self, at: Location, most: u64) -> Option<Place> {
+        let (mapping, offset) = match at {
+            Location::Ram(gpa) => {
+                let region = self.region(gpa)?;
+                (&region.mapping, gpa.offset_from(region.gpa.start())?)
+            }
+            Location::Aperture { endpoint, offset } => self.aperture(endpoint, offset.0)?,
+        };
+        let span = mapping.span(offset, most)?;
+        Some(Place { address: span.address() as u64, len: span.len() as u64, hold: Arc::clone(mapping) as _ })
     }
 
     #[inline(always)]
@@ -69,8 +94,11 @@ impl Table {
         false
     }
 
-    pub(crate) fn aperture(&self, endpoint: EndpointId) -> Option<&Mapping> {
-        self.apertures.iter().find(|(id, _)| *id == endpoint).map(|(_, mapping)| &**mapping)
+    /// The run of an endpoint's memory that holds a byte of it, and where it is in the run.
+    fn aperture(&self, endpoint: EndpointId, offset: u64) -> Option<(&Arc<Mapping>, u64)> {
+        let runs = self.apertures.iter().filter(|run| run.endpoint == endpoint);
+        let mut runs = runs.filter_map(|run| Some((&run.mapping, offset.checked_sub(run.start)?)));
+        runs.find(|(mapping, offset)| *offset < mapping.len())
     }
 
     fn region(&self, gpa: Gpa) -> Option<&Region> {

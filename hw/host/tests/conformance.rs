@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use hw_engine::conformance::{self, APERTURES, Parts, RAM};
 use hw_engine::{RamMap, RamRegion};
-use hw_host::{HostEngine, HostMemory};
+use hw_host::{DeviceArea, HostEngine, HostMemory};
 use iommu_addr::{Gpa, Range};
 
 fn file(len: u64) -> File {
@@ -15,10 +15,18 @@ fn file(len: u64) -> File {
     file
 }
 
-fn memory() -> HostMemory {
+/// `of_devices`: endpoints' memory is accessed as if it were behind BARs, in two areas each.
+fn memory(of_devices: bool) -> HostMemory {
     let memory = HostMemory::new();
     for (endpoint, len) in APERTURES {
-        memory.add_aperture(endpoint, &file(len), len).unwrap();
+        let file = &file(len);
+        if of_devices {
+            let first = DeviceArea { start: 0, file, offset: len - 0x2000, len: 0x2000 };
+            let second = DeviceArea { start: 0x2000, file, offset: 0, len: len - 0x2000 };
+            memory.add_device(endpoint, &[second, first]).unwrap();
+        } else {
+            memory.add_aperture(endpoint, file, len).unwrap();
+        }
     }
     // Each region begins at an odd page of its file, so that regions that touch lie apart in this process.
     let regions = RAM.map(|(start, len)| RamRegion {
@@ -30,10 +38,19 @@ fn memory() -> HostMemory {
     memory
 }
 
-#[test]
-fn the_host_engine_conforms() {
+fn run(of_devices: bool) {
     conformance::run(&|| {
-        let memory = Arc::new(memory());
+        let memory = Arc::new(memory(of_devices));
         Parts { engine: Arc::new(HostEngine::new(memory.clone())), memory, advance: None }
     });
+}
+
+#[test]
+fn the_host_engine_conforms() {
+    run(false);
+}
+
+#[test]
+fn the_host_engine_conforms_on_memory_of_devices() {
+    run(true);
 }
