@@ -1,0 +1,361 @@
+//! One transfer after another, each as commands of a driver.
+//!
+//! What goes between the engine's own memory and anything else in whole blocks goes straight; so does, through the engine's buffer, everything that an
+//! engine without memory of its own moves. Parts of blocks, and what stays within the engine's own memory, go through memory of this process. What has
+//! neither end in the engine's own memory, an engine that has some leaves to the processor.
+//!
+//! Not here: the queue of transfers, threads.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use hw_engine::{EngineError, Memory, MemoryError, Pair, Pairs, Transfer, Work};
+use iommu_addr::{Access, ApertureOffset, EndpointId, Location, Segment};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::bounce::{self, Bounce};
+use crate::flight::{Commands, Flight, Short};
+use crate::host::{MapSink, chain};
+use crate::{Command, Driver, Shape, Slice, VfioError};
+
+/// Longest transfer in bytes.
+pub(crate) const MAX_TRANSFER: u64 = 256 << 10;
+
+/// Codes of [`EngineError::Device`] that are none of the device's.
+pub(crate) mod code {
+    /// The device did not end a command in time, and was reset.
+    pub(crate) const STUCK: u32 = 0xffff_0001;
+    /// The device did not come back from its reset.
+    pub(crate) const LOST: u32 = 0xffff_0002;
+    /// The IOMMU could not be programmed.
+    pub(crate) const IOMMU: u32 = 0xffff_0003;
+    /// It runs no kernels.
+    pub(crate) const NO_KERNELS: u32 = 0xffff_0004;
+}
+
+pub(crate) struct Mover {
+    pub(crate) driver: Box<dyn Driver>,
+    pub(crate) shape: Shape,
+    host: Arc<dyn MapSink>,
+    memory: Arc<dyn Memory>,
+    /// What the engine's own memory is.
+    own: Option<Slice>,
+    bounce: Bounce,
+    interrupt: EventFd,
+    /// How long the device may be without an end.
+    patience: Duration,
+    lost: bool,
+}
+
+/// One end of a piece.
+#[derive(Clone, Copy)]
+enum End {
+    /// Offset in the engine's own memory.
+    Own(u64),
+    Other(Location),
+}
+
+impl Mover {
+    pub(crate) fn new(
+        driver: Box<dyn Driver>,
+        host: Arc<dyn MapSink>,
+        memory: Arc<dyn Memory>,
+        own: Option<Slice>,
+        interrupt: EventFd,
+        patience: Duration,
+    ) -> Result<Self, VfioError> {
+        let shape = driver.shape();
+        let bounce = Bounce::new(&*host, shape.mask)?;
+        Ok(Self { driver, shape, host, memory, own, bounce, interrupt, patience, lost: false })
+    }
+
+    /// Carries a transfer out. Answers the bytes moved, and what then went wrong. `go_on` is asked between pieces.
+    pub(crate) fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
+        let mut bytes = 0;
+        let result = match &transfer.work {
+            Work::Copy { src, dst, .. } => Pairs::new(dst, src).try_for_each(|pair| {
+                self.copy(pair, go_on)?;
+                bytes += pair.len;
+                Ok(())
+            }),
+            Work::Fill { dst, pattern } => dst.iter().try_for_each(|segment| {
+                let turned = pattern.rotate_right(u32::try_from(bytes % 8 * 8).unwrap_or(0));
+                self.fill(*segment, turned, go_on)?;
+                bytes += segment.len;
+                Ok(())
+            }),
+            Work::Flush => self.flush(transfer.initiator),
+            Work::Kernel { .. } => Err(EngineError::Device { code: code::NO_KERNELS }.into()),
+        };
+        match result {
+            Ok(()) => (bytes, Ok(())),
+            Err(Short { bytes: more, error }) => (bytes + more, Err(error)),
+        }
+    }
+
+    /// Where a piece's end is, if all of it is there.
+    fn end(&self, at: Location, len: u64) -> Result<End, EngineError> {
+        let missing = EngineError::Memory(MemoryError { at, len });
+        match at {
+            Location::Aperture { endpoint, offset } => match self.own.filter(|own| own.endpoint == endpoint) {
+                Some(own) => own.place(offset.0, len).map(End::Own).ok_or(missing),
+                None => self.mapped(at, len),
+            },
+            Location::Ram(_) => self.mapped(at, len),
+        }
+    }
+
+    fn mapped(&self, at: Location, len: u64) -> Result<End, EngineError> {
+        let missing = EngineError::Memory(MemoryError { at, len });
+
+        let mut done = 0;
+        while done < len {
+            let place = at.checked_add(done).and_then(|at| self.memory.place(at, len - done));
+            done += place.ok_or(missing)?.len;
+        }
+        Ok(End::Other(at))
+    }
+
+    /// Reads the engine's own memory, for its owner.
+    pub(crate) fn read(&mut self, offset: u64, len: u64) -> Result<Vec<u8>, EngineError> {
+        let own = self.own_place(offset, len)?;
+        self.read_own(own, len, &|| true).map_err(|short| short.error)
+    }
+
+    /// Writes it.
+    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), EngineError> {
+        let own = self.own_place(offset, bytes.len() as u64)?;
+        self.write_own(own, bytes, &|| true).map_err(|short| short.error)
+    }
+
+    fn own_place(&self, offset: u64, len: u64) -> Result<u64, EngineError> {
+        let endpoint = self.own.map_or(EndpointId::local(u16::MAX), |own| own.endpoint);
+        let at = Location::Aperture { endpoint, offset: ApertureOffset(offset) };
+        let place = self.own.and_then(|own| own.place(offset, len)).filter(|_| len <= MAX_TRANSFER);
+        place.ok_or(EngineError::Memory(MemoryError { at, len }))
+    }
+
+    fn copy(&mut self, pair: Pair, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
+        let Pair { dst, src, len } = pair;
+        match (self.end(dst, len)?, self.end(src, len)?) {
+            (End::Own(own), End::Other(at)) => match self.straight(own, at, len, true)? {
+                Some(commands) => self.carry_out(commands, go_on),
+                None => {
+                    let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
+                    self.memory.read(at, &mut bytes)?;
+                    self.write_own(own, &bytes, go_on)
+                }
+            },
+            (End::Other(at), End::Own(own)) => match self.straight(own, at, len, false)? {
+                Some(commands) => self.carry_out(commands, go_on),
+                None => {
+                    let bytes = self.read_own(own, len, go_on)?;
+                    Ok(self.memory.write(at, &bytes)?)
+                }
+            },
+            (End::Own(to), End::Own(from)) => {
+                let bytes = self.read_own(from, len, go_on)?;
+                self.write_own(to, &bytes, go_on)
+            }
+            (End::Other(to), End::Other(from)) if self.shape.is_buffer => self.through_buffer(to, from, len, go_on),
+            (End::Other(to), End::Other(from)) => Ok(self.memory.copy(to, from, len)?),
+        }
+    }
+
+    fn fill(&mut self, segment: Segment, pattern: u64, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
+        match self.end(segment.at, segment.len)? {
+            End::Other(at) => Ok(self.memory.fill(at, segment.len, pattern)?),
+            End::Own(own) => {
+                let len = usize::try_from(segment.len).unwrap_or(0);
+                let bytes: Vec<u8> = pattern.to_le_bytes().into_iter().cycle().take(len).collect();
+                self.write_own(own, &bytes, go_on)
+            }
+        }
+    }
+
+    fn flush(&mut self, initiator: EndpointId) -> Result<(), Short> {
+        if self.own.is_some_and(|own| own.endpoint == initiator) {
+            return self.carry_out(vec![(Command::Flush, None)], &|| true);
+        }
+        Ok(())
+    }
+
+    /// Commands between the engine's own memory and `at`; `None` if whole blocks and the bus's alignment do not allow it.
+    fn straight(&self, own: u64, at: Location, len: u64, is_in: bool) -> Result<Option<Commands>, EngineError> {
+        let shape = &self.shape;
+        if !own.is_multiple_of(shape.granule) || !len.is_multiple_of(shape.granule) {
+            return Ok(None);
+        }
+        let mut commands = Vec::new();
+        let mut done = 0;
+        while done < len {
+            let most = (len - done).min(shape.most);
+            let place = at.checked_add(done).and_then(|at| self.memory.place(at, most));
+            let place = place.ok_or(MemoryError { at, len })?;
+            if !place.len.is_multiple_of(shape.granule) || !place.address.is_multiple_of(shape.alignment) {
+                return Ok(None);
+            }
+            let access = if is_in { Access::READ } else { Access::WRITE };
+            let mapped = self.host.map(&place, access, shape.mask).map_err(|error| unmappable(&error))?;
+            let (own, bus, len) = (own + done, mapped.first, mapped.len);
+            let command = if is_in { Command::In { own, bus, len } } else { Command::Out { own, bus, len } };
+            done += len;
+            commands.push((command, Some(mapped)));
+        }
+        Ok(Some(commands))
+    }
+
+    /// From anywhere to anywhere through the engine's buffer, as if through one that holds all of it.
+    fn through_buffer(
+        &mut self,
+        to: Location,
+        from: Location,
+        len: u64,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<(), Short> {
+        let step = self.shape.own_len.min(self.shape.most);
+        let mut steps: Vec<u64> = (0..len).step_by(usize::try_from(step).unwrap_or(usize::MAX)).collect();
+        // Against overlap: towards higher addresses the last bytes go first, and then all of them, as what is moved is counted from the first.
+        let (backwards, on) = (is_behind(to, from), || true);
+        if backwards {
+            steps.reverse();
+        }
+        for at in steps {
+            let len = step.min(len - at);
+            let go_on: &dyn Fn() -> bool = if backwards { &on } else { go_on };
+            for (place, is_in) in [(from, true), (to, false)] {
+                let done = self.buffer_step(place, at, len, is_in, go_on);
+                done.map_err(|error| Short { bytes: if backwards { 0 } else { at }, error })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One way between the buffer and `len` bytes behind `place`.
+    fn buffer_step(
+        &mut self,
+        place: Location,
+        at: u64,
+        len: u64,
+        is_in: bool,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<(), EngineError> {
+        let missing = EngineError::Memory(MemoryError { at: place, len });
+        let place = place.checked_add(at).ok_or(missing)?;
+        let commands = self.straight(0, place, len, is_in)?.ok_or(missing)?;
+        self.carry_out(commands, go_on).map_err(|short| short.error)
+    }
+
+    /// Bytes of the engine's own memory, in whole blocks around them.
+    fn read_own(&mut self, own: u64, len: u64, go_on: &dyn Fn() -> bool) -> Result<Vec<u8>, Short> {
+        let (first, whole) = self.around(own, len);
+        self.bounced(first, whole, false, go_on).map_err(|short| short.error)?;
+        Ok(self.bounce.read(own - first, len))
+    }
+
+    /// The same the other way; what else is in the first and the last block stays.
+    fn write_own(&mut self, own: u64, bytes: &[u8], go_on: &dyn Fn() -> bool) -> Result<(), Short> {
+        let (first, whole) = self.around(own, bytes.len() as u64);
+        if (first, whole) != (own, bytes.len() as u64) {
+            self.bounced(first, whole, false, go_on).map_err(|short| short.error)?;
+        }
+        self.bounce.write(own - first, bytes);
+        let (lead, len) = (own - first, bytes.len() as u64);
+        let done = self.bounced(first, whole, true, go_on);
+        done.map_err(|short| Short { bytes: short.bytes.saturating_sub(lead).min(len), ..short })
+    }
+
+    fn around(&self, own: u64, len: u64) -> (u64, u64) {
+        let granule = self.shape.granule;
+        let first = own / granule * granule;
+        (first, (own - first + len).next_multiple_of(granule))
+    }
+
+    fn bounced(&mut self, own: u64, len: u64, is_in: bool, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
+        debug_assert!(len <= bounce::LEN, "a transfer is no longer than this");
+        let most = self.shape.most;
+        let step = usize::try_from(most).unwrap_or(usize::MAX);
+        let command = |at: u64| {
+            let (own, bus, len) = (own + at, self.bounce.bus(at), most.min(len - at));
+            if is_in { Command::In { own, bus, len } } else { Command::Out { own, bus, len } }
+        };
+        let commands = (0..len).step_by(step).map(|at| (command(at), None)).collect();
+        self.carry_out(commands, go_on)
+    }
+
+    /// Runs commands to their ends, as many at a time as the device takes. What they need stays mapped until they have ended.
+    fn carry_out(&mut self, commands: Commands, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
+        if self.lost {
+            return Err(EngineError::Device { code: code::LOST }.into());
+        }
+        let mut flight = Flight::new(commands, self.shape.depth);
+        let (mut ended, mut last) = (Vec::new(), Instant::now());
+        loop {
+            if !go_on() {
+                flight.give_up();
+            }
+            while let Some((slot, command)) = flight.next() {
+                self.driver.start(slot, command);
+            }
+            if flight.is_over() {
+                return flight.result();
+            }
+            self.driver.poll(&mut ended);
+            if ended.is_empty() {
+                self.wait(last).map_err(|error| flight.gone(error))?;
+                continue;
+            }
+            last = Instant::now();
+            ended.drain(..).for_each(|(slot, outcome)| flight.end(slot, outcome));
+        }
+    }
+
+    /// Waits for the interrupt. A device that has ended nothing for too long is reset; then nothing of it runs any more.
+    fn wait(&mut self, since: Instant) -> Result<(), EngineError> {
+        let left = self.patience.saturating_sub(since.elapsed());
+        if left.is_zero() {
+            return Err(EngineError::Device { code: self.revive() });
+        }
+        let left = Timespec::try_from(left.min(LOOK)).unwrap_or(Timespec { tv_sec: 0, tv_nsec: 0 });
+        // SAFETY: the counter is open as long as it lives.
+        let counter = unsafe { BorrowedFd::borrow_raw(self.interrupt.as_raw_fd()) };
+        // Interrupted or not: whoever waits looks again.
+        let _ = poll(&mut [PollFd::new(&counter, PollFlags::IN)], Some(&left));
+        // Counts since the last look; it does not block.
+        let _ = self.interrupt.read();
+        Ok(())
+    }
+
+    fn revive(&mut self) -> u32 {
+        tracing::error!("A device has ended no command for {:?}; it is reset", self.patience);
+        match self.driver.reset() {
+            Ok(()) => code::STUCK,
+            Err(error) => {
+                tracing::error!("A device did not come back from its reset: {}", chain(&error));
+                self.lost = true;
+                code::LOST
+            }
+        }
+    }
+}
+
+/// How long an abort may take to be seen, and an interrupt that never came.
+const LOOK: Duration = Duration::from_millis(100);
+
+fn unmappable(error: &VfioError) -> EngineError {
+    tracing::error!("{}", chain(error));
+    EngineError::Device { code: code::IOMMU }
+}
+
+/// Whether `to` is in the same space as `from`, at a higher address.
+fn is_behind(to: Location, from: Location) -> bool {
+    match (to, from) {
+        (Location::Ram(to), Location::Ram(from)) => to > from,
+        (Location::Aperture { endpoint: a, offset: to }, Location::Aperture { endpoint: b, offset: from }) => {
+            a == b && to > from
+        }
+        _ => false,
+    }
+}

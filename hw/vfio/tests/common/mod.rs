@@ -1,0 +1,72 @@
+//! The conformance suite's world over an engine whose own memory is one endpoint's.
+
+#![allow(unreachable_pub, clippy::map_err_ignore, reason = "shared by tests")]
+
+use std::fs::File;
+use std::sync::Arc;
+
+use hw_engine::conformance::{APERTURES, RAM};
+use hw_engine::{Memory, MemoryError, Place, RamMap, RamRegion};
+use hw_host::HostMemory;
+use hw_vfio::VfioEngine;
+use iommu_addr::{Gpa, Location, Range};
+
+pub fn file(len: u64) -> File {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(len).unwrap();
+    file
+}
+
+/// The suite's guest memory, and no endpoint's.
+pub fn ram() -> Arc<HostMemory> {
+    let memory = HostMemory::new();
+    // Each region begins at an odd page of its file, so that regions that touch lie apart in this process.
+    let regions = RAM.map(|(start, len)| RamRegion {
+        gpa: Range::with_len(Gpa(start), len).unwrap(),
+        file: Arc::new(file(len + 0x5000)),
+        offset: 0x3000,
+    });
+    memory.replace(&regions).unwrap();
+    Arc::new(memory)
+}
+
+/// What the suite looks at: the engine's own memory as its owner sees it, and all else.
+pub struct World {
+    pub engine: Arc<VfioEngine>,
+    /// Whether the first endpoint's memory is the engine's own.
+    pub has_own: bool,
+    pub memory: Arc<HostMemory>,
+}
+
+impl World {
+    fn own(&self, at: Location) -> Option<u64> {
+        match at {
+            Location::Aperture { endpoint, offset } if self.has_own && endpoint == APERTURES[0].0 => Some(offset.0),
+            _ => None,
+        }
+    }
+}
+
+impl Memory for World {
+    fn copy(&self, dst: Location, src: Location, len: u64) -> Result<(), MemoryError> {
+        self.memory.copy(dst, src, len)
+    }
+
+    fn fill(&self, dst: Location, len: u64, pattern: u64) -> Result<(), MemoryError> {
+        self.memory.fill(dst, len, pattern)
+    }
+
+    fn read(&self, src: Location, into: &mut [u8]) -> Result<(), MemoryError> {
+        let Some(offset) = self.own(src) else { return self.memory.read(src, into) };
+        self.engine.read_own(offset, into).map_err(|_| MemoryError { at: src, len: into.len() as u64 })
+    }
+
+    fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError> {
+        let Some(offset) = self.own(dst) else { return self.memory.write(dst, from) };
+        self.engine.write_own(offset, from).map_err(|_| MemoryError { at: dst, len: from.len() as u64 })
+    }
+
+    fn place(&self, at: Location, most: u64) -> Option<Place> {
+        self.memory.place(at, most)
+    }
+}

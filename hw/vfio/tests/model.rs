@@ -1,0 +1,239 @@
+//! The engine over a driver and an IOMMU that are models: every rule of theirs is checked at each command.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use common::{World, file, ram};
+use hw_engine::conformance::{self, APERTURES, Parts};
+use hw_engine::{EngineError, JobId, Place, Route, Segments, Transfer, Work};
+use hw_vfio::{Command, Driver, MapSink, Mapped, Shape, Slice, VfioEngine, VfioError};
+use iommu_addr::{Access, ApertureOffset, BusAddr, DomainId, EndpointId, Gpa, Location, Segment};
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+const PAGE: u64 = 4096;
+
+/// Pages by bus address: where they are in this process, and what is allowed.
+#[derive(Default)]
+struct Iommu(Mutex<Table>);
+
+#[derive(Default)]
+struct Table {
+    pages: BTreeMap<u64, (u64, Access)>,
+    next: u64,
+}
+
+struct Unmap(Arc<Iommu>, u64, u64, Arc<dyn Any + Send + Sync>);
+
+impl Drop for Unmap {
+    fn drop(&mut self) {
+        let mut table = self.0.0.lock().unwrap();
+        (self.1..self.2).step_by(4096).for_each(|page| assert!(table.pages.remove(&page).is_some()));
+        let _ = &self.3;
+    }
+}
+
+struct Sink(Arc<Iommu>);
+
+impl MapSink for Sink {
+    fn map(&self, place: &Place, access: Access, mask: u64) -> Result<Mapped, VfioError> {
+        let mut table = self.0.0.lock().unwrap();
+        let (lead, first) = (place.address % PAGE, PAGE + table.next);
+        let end = first + (lead + place.len).next_multiple_of(PAGE);
+        // Never the same again, and never next to each other: what runs past its end is seen.
+        table.next = end;
+        assert!(end <= mask);
+        for page in (first..end).step_by(4096) {
+            table.pages.insert(page, (place.address - lead + (page - first), access));
+        }
+        let guard = Box::new(Unmap(Arc::clone(&self.0), first, end, Arc::clone(&place.hold)));
+        Ok(Mapped { first: BusAddr(first + lead), len: place.len, guard })
+    }
+}
+
+impl Iommu {
+    /// What a device does with a bus address; `None` if the IOMMU stops it.
+    fn find(&self, bus: u64, want: Access) -> Option<*mut u8> {
+        let table = self.0.lock().unwrap();
+        let (address, access) = table.pages.get(&(bus / PAGE * PAGE))?;
+        access.allows(want).then_some((address + bus % PAGE) as *mut u8)
+    }
+}
+
+/// A disk that ends its commands in no order.
+struct Disk {
+    iommu: Arc<Iommu>,
+    bytes: Vec<u8>,
+    shape: Shape,
+    running: BTreeMap<usize, Command>,
+    interrupt: EventFd,
+    trouble: Trouble,
+}
+
+#[derive(Clone, Copy, Default, PartialEq)]
+enum Trouble {
+    #[default]
+    None,
+    /// It ends no command, until it is reset.
+    Stuck,
+    /// It refuses every command.
+    Refuses,
+}
+
+impl Disk {
+    fn carry_out(&mut self, command: Command) -> Result<(), u32> {
+        let (own, bus, len, is_in) = match command {
+            Command::In { own, bus, len } => (own, bus, len, true),
+            Command::Out { own, bus, len } => (own, bus, len, false),
+            Command::Flush => return Ok(()),
+        };
+        let shape = &self.shape;
+        assert!(own.is_multiple_of(shape.granule) && len.is_multiple_of(shape.granule) && len <= shape.most && len > 0);
+        assert!(bus.0.is_multiple_of(shape.alignment));
+        for at in 0..len {
+            let place = &mut self.bytes[usize::try_from(own + at).unwrap()];
+            let want = if is_in { Access::READ } else { Access::WRITE };
+            let byte = self.iommu.find(bus.0 + at, want).expect("what a command needs is mapped");
+            if is_in {
+                // SAFETY: the table says where the byte is in this process, and holds it.
+                *place = unsafe { byte.read_volatile() };
+            } else {
+                // SAFETY: as above.
+                unsafe { byte.write_volatile(*place) };
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Driver for Disk {
+    fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    fn start(&mut self, slot: usize, command: Command) {
+        assert!(slot < self.shape.depth && self.running.insert(slot, command).is_none());
+        self.interrupt.write(1).unwrap();
+    }
+
+    fn poll(&mut self, ended: &mut Vec<(usize, Result<(), u32>)>) {
+        if self.trouble == Trouble::Stuck {
+            return;
+        }
+        if let Some((slot, command)) = self.running.pop_last() {
+            let result = if self.trouble == Trouble::Refuses { Err(0x281) } else { self.carry_out(command) };
+            ended.push((slot, result));
+        }
+    }
+
+    fn reset(&mut self) -> Result<(), VfioError> {
+        self.running.clear();
+        self.trouble = Trouble::None;
+        Ok(())
+    }
+}
+
+const DISK: Shape = Shape {
+    own_len: 1 << 20,
+    is_buffer: false,
+    granule: 512,
+    alignment: 4,
+    most: 16 << 10,
+    depth: 5,
+    mask: u64::MAX,
+    reports_faults: false,
+};
+
+/// Copies through a small buffer.
+const COPIER: Shape = Shape { own_len: 4096, is_buffer: true, granule: 1, alignment: 1, most: 4096, depth: 1, ..DISK };
+
+fn build(shape: Shape, trouble: Trouble) -> Parts {
+    let iommu = Arc::<Iommu>::default();
+    let memory = ram();
+    let own = (!shape.is_buffer).then_some(Slice { endpoint: APERTURES[0].0, start: 512, len: APERTURES[0].1 });
+    let mapped = if own.is_some() { &APERTURES[1..] } else { &APERTURES[..] };
+    for (endpoint, len) in mapped {
+        memory.add_aperture(*endpoint, &file(*len), *len).unwrap();
+    }
+    let interrupt = EventFd::new(EFD_NONBLOCK).unwrap();
+    let disk = Disk {
+        iommu: Arc::clone(&iommu),
+        bytes: vec![0xee; usize::try_from(shape.own_len).unwrap()],
+        shape,
+        running: BTreeMap::new(),
+        interrupt: interrupt.try_clone().unwrap(),
+        trouble,
+    };
+    let sink = Arc::new(Sink(iommu));
+    let engine = VfioEngine::over(Box::new(disk), sink, own, memory.clone(), interrupt, None).unwrap();
+    let engine = Arc::new(engine);
+    let memory = Arc::new(World { engine: Arc::clone(&engine), has_own: own.is_some(), memory });
+    Parts { engine, memory, advance: None }
+}
+
+#[test]
+fn an_engine_with_memory_of_its_own_conforms() {
+    conformance::run(&|| build(DISK, Trouble::None));
+}
+
+#[test]
+fn an_engine_that_copies_through_a_buffer_conforms() {
+    conformance::run(&|| build(COPIER, Trouble::None));
+}
+
+fn copy(parts: &Parts, job: u64, dst: u64) -> (u64, Result<(), EngineError>) {
+    let at = |endpoint: EndpointId, offset| Location::Aperture { endpoint, offset: ApertureOffset(offset) };
+    let src = Segments::from_iter([Segment { at: Location::Ram(Gpa(0x2000)), len: 4096 }]);
+    let dst = Segments::from_iter([Segment { at: at(APERTURES[0].0, dst), len: 4096 }]);
+    let work = Work::Copy { src, dst, route: Route::Direct };
+    let transfer = Transfer { job: JobId(job), domain: DomainId(1), initiator: APERTURES[0].0, work };
+    parts.engine.submit(&transfer).unwrap();
+    let mut ended = Vec::new();
+    while ended.is_empty() {
+        parts.engine.poll(&mut ended);
+        std::thread::yield_now();
+    }
+    let end = ended.remove(0);
+    assert_eq!(end.job, JobId(job));
+    (end.bytes, end.result)
+}
+
+#[test]
+fn a_device_that_is_stuck_is_reset_and_works_again() {
+    let parts = build(DISK, Trouble::Stuck);
+    let (bytes, result) = copy(&parts, 1, 0);
+    assert!(bytes == 0 && matches!(result, Err(EngineError::Device { .. })), "{result:?}");
+    assert_eq!(copy(&parts, 2, 0), (4096, Ok(())));
+}
+
+#[test]
+fn what_the_device_says_of_a_command_is_told() {
+    assert_eq!(copy(&build(DISK, Trouble::Refuses), 1, 512), (0, Err(EngineError::Device { code: 0x281 })));
+}
+
+#[test]
+fn a_slice_is_whole_blocks_of_what_there_is() {
+    let open = |start, len| {
+        let parts = build(DISK, Trouble::None);
+        drop(parts);
+        let interrupt = EventFd::new(EFD_NONBLOCK).unwrap();
+        let iommu = Arc::<Iommu>::default();
+        let disk = Disk {
+            iommu: Arc::clone(&iommu),
+            bytes: Vec::new(),
+            shape: DISK,
+            running: BTreeMap::new(),
+            interrupt: interrupt.try_clone().unwrap(),
+            trouble: Trouble::None,
+        };
+        let own = Some(Slice { endpoint: EndpointId::local(0), start, len });
+        VfioEngine::over(Box::new(disk), Arc::new(Sink(iommu)), own, ram(), interrupt, None).is_ok()
+    };
+    assert!(open(0, 1 << 20) && open((1 << 20) - 512, 512));
+    for (start, len) in [(1, 512), (0, 513), (512, 1 << 20), (u64::MAX - 511, 512), (0, u64::MAX - 511)] {
+        assert!(!open(start, len), "{start} {len}");
+    }
+}
