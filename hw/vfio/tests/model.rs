@@ -170,7 +170,7 @@ fn build(shape: Shape, trouble: Trouble) -> Parts {
     let sink = Arc::new(Sink(iommu));
     let engine = VfioEngine::over(Box::new(disk), sink, own, memory.clone(), interrupt, None).unwrap();
     let engine = Arc::new(engine);
-    let memory = Arc::new(World { engine: Arc::clone(&engine), has_own: own.is_some(), memory });
+    let memory = Arc::new(World { engine: Arc::clone(&engine), has_own: own.is_some(), memory, hold: None });
     Parts { engine, memory, advance: None }
 }
 

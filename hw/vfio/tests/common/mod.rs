@@ -36,6 +36,9 @@ pub struct World {
     /// Whether the first endpoint's memory is the engine's own.
     pub has_own: bool,
     pub memory: Arc<HostMemory>,
+    /// What holds the memory.
+    #[allow(dead_code, reason = "held, not read")]
+    pub hold: Option<Box<dyn std::any::Any + Send + Sync>>,
 }
 
 impl World {
