@@ -15,6 +15,7 @@ const FLOORS: &[(&str, u8)] = &[
     ("hw_engine", 1),
     ("hw_sim", 2),
     ("hw_host", 2),
+    ("hw_vfio", 2),
     ("vdev_device", 3),
     ("peergate_guest", 3),
     ("vmm_vhost_user", 4),
@@ -39,11 +40,13 @@ const FENCED: &[(&str, &[&str])] = &[
     ("event-manager", &["vmm_daemon"]),
     ("toml_edit", &["vmm_daemon"]),
     ("seccompiler", &["vmm_sandbox"]),
+    ("vfio-ioctls", &["hw_vfio"]),
     ("anyhow", &["vmm_daemon", "pgctl"]),
 ];
 
 /// Crates that may hold `unsafe`; every other one forbids it.
-const UNSAFE: &[&str] = &["hw_host", "vmm_vhost_user", "vmm_broker", "vmm_sandbox", "vmm_microvm", "peergate_guest"];
+const UNSAFE: &[&str] =
+    &["hw_host", "hw_vfio", "vmm_vhost_user", "vmm_broker", "vmm_sandbox", "vmm_microvm", "peergate_guest"];
 
 fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))

@@ -12,7 +12,7 @@ use anyhow::{Context, Result};
 
 use super::machine::{Machine, Ran};
 use super::topology::Topology;
-use super::{devices, guests};
+use super::{devices, engines, guests};
 use crate::demo::{Row, Rows};
 use crate::kit::Kit;
 
@@ -40,6 +40,7 @@ pub fn check<'r>(kit: &Kit, topology: &Topology, report: &'r mut dyn FnMut(&Row)
     let mut machine = Machine::new(kit, topology)?;
     let scenarios = [
         devices::scenario(topology),
+        engines::scenario(&mut machine)?,
         guests::bare(&mut machine)?,
         guests::tenant(&mut machine)?,
         // The last: what the others made the kernel say counts.

@@ -1,12 +1,13 @@
 //! The lab: a whole host in one QEMU, with an IOMMU, PCIe root ports, DMA engines and memory behind BARs, and guests of its own under real KVM.
 //!
 //! A [`Topology`] says which devices there are, a [`Machine`] is that host; programs of this machine run in it ([`run_program`]) and so do guests
-//! (`inner`). [`check`](check()) plays every scenario (`devices`, `guests`) and judges it. Nothing of this needs such hardware here: the translator emulates it where KVM does not run.
+//! (`inner`). [`check`](check()) plays every scenario (`devices`, `engines`, `guests`) and judges it. Nothing of this needs such hardware here: the translator emulates it where KVM does not run.
 //!
 //! Not here: what a device does, and what a driver of it must.
 
 pub mod check;
 pub mod devices;
+pub mod engines;
 pub mod guests;
 pub mod inner;
 pub mod machine;
