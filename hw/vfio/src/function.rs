@@ -69,6 +69,11 @@ impl Function {
         self.set_command(MEMORY | MASTER);
     }
 
+    /// Resets it, and leaves it so: it makes no accesses any more.
+    pub fn stop(&self) {
+        self.device.reset();
+    }
+
     fn set_command(&self, bits: u16) {
         let index = vfio::VFIO_PCI_CONFIG_REGION_INDEX;
         let mut command = [0; 2];
@@ -138,7 +143,7 @@ impl Function {
 
 impl Drop for Function {
     fn drop(&mut self) {
-        self.device.reset();
+        self.stop();
     }
 }
 

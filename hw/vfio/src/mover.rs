@@ -36,17 +36,24 @@ pub(crate) mod code {
 }
 
 pub(crate) struct Mover {
-    pub(crate) driver: Box<dyn Driver>,
+    // Before the driver: when its function goes, the domain may go with it.
+    bounce: Bounce,
+    driver: Box<dyn Driver>,
     pub(crate) shape: Shape,
     host: Arc<dyn MapSink>,
     memory: Arc<dyn Memory>,
     /// What the engine's own memory is.
     own: Option<Slice>,
-    bounce: Bounce,
     interrupt: EventFd,
     /// How long the device may be without an end.
     patience: Duration,
     lost: bool,
+}
+
+impl Drop for Mover {
+    fn drop(&mut self) {
+        self.driver.stop();
+    }
 }
 
 /// One end of a piece.

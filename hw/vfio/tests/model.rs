@@ -24,6 +24,8 @@ struct Iommu(Mutex<Table>);
 struct Table {
     pages: BTreeMap<u64, (u64, Access)>,
     next: u64,
+    /// Of each command that is out: its first bus address and the one behind the last.
+    running: BTreeMap<usize, (u64, u64)>,
 }
 
 struct Unmap(Arc<Iommu>, u64, u64, Arc<dyn Any + Send + Sync>);
@@ -31,6 +33,8 @@ struct Unmap(Arc<Iommu>, u64, u64, Arc<dyn Any + Send + Sync>);
 impl Drop for Unmap {
     fn drop(&mut self) {
         let mut table = self.0.0.lock().unwrap();
+        let is_used = |(first, end): &(u64, u64)| *first < self.2 && self.1 < *end;
+        assert!(!table.running.values().any(is_used), "what a command needs stays mapped");
         (self.1..self.2).step_by(4096).for_each(|page| assert!(table.pages.remove(&page).is_some()));
         let _ = &self.3;
     }
@@ -116,6 +120,9 @@ impl Driver for Disk {
 
     fn start(&mut self, slot: usize, command: Command) {
         assert!(slot < self.shape.depth && self.running.insert(slot, command).is_none());
+        if let Command::In { bus, len, .. } | Command::Out { bus, len, .. } = command {
+            self.iommu.0.lock().unwrap().running.insert(slot, (bus.0, bus.0 + len));
+        }
         self.interrupt.write(1).unwrap();
     }
 
@@ -125,14 +132,20 @@ impl Driver for Disk {
         }
         if let Some((slot, command)) = self.running.pop_last() {
             let result = if self.trouble == Trouble::Refuses { Err(0x281) } else { self.carry_out(command) };
+            self.iommu.0.lock().unwrap().running.remove(&slot);
             ended.push((slot, result));
         }
     }
 
     fn reset(&mut self) -> Result<(), VfioError> {
-        self.running.clear();
+        self.stop();
         self.trouble = Trouble::None;
         Ok(())
+    }
+
+    fn stop(&mut self) {
+        self.running.clear();
+        self.iommu.0.lock().unwrap().running.clear();
     }
 }
 

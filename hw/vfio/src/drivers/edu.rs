@@ -34,8 +34,8 @@ const MASK: u64 = (1 << 28) - 1;
 
 /// The engine.
 pub struct Edu {
-    function: Function,
     registers: Registers,
+    function: Function,
     running: Option<usize>,
 }
 
@@ -94,5 +94,9 @@ impl Driver for Edu {
         self.function.reset();
         self.running = None;
         Ok(())
+    }
+
+    fn stop(&mut self) {
+        self.function.stop();
     }
 }

@@ -59,7 +59,7 @@ pub enum Command {
     Flush,
 }
 
-/// Registers and queues of one engine. Nothing waits but [`Driver::reset`].
+/// Registers and queues of one engine. Nothing waits but [`Driver::reset`] and [`Driver::stop`].
 pub trait Driver: Send {
     /// What it can do.
     fn shape(&self) -> Shape;
@@ -75,6 +75,9 @@ pub trait Driver: Send {
     /// # Errors
     /// When the device is lost.
     fn reset(&mut self) -> Result<(), VfioError>;
+
+    /// Stops the device for good: no command touches memory any more.
+    fn stop(&mut self);
 }
 
 /// Kinds of engine.

@@ -5,6 +5,7 @@
 //!
 //! Not here: more than one namespace, metadata, formats.
 
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use iommu_addr::BusAddr;
@@ -75,9 +76,10 @@ impl Pair {
 
 /// A controller and a namespace.
 pub struct Nvme {
-    function: Function,
-    registers: Registers,
+    // Before the function: when that goes, the domain may go with it.
     memory: DmaMemory,
+    registers: Registers,
+    function: Function,
     admin: Pair,
     io: Pair,
     /// Bytes between doorbells.
@@ -246,7 +248,8 @@ fn submit(registers: &Registers, memory: &DmaMemory, stride: usize, pair: &mut P
     let at = pair.submission + pair.tail * ENTRY;
     entry.iter().enumerate().for_each(|(n, word)| memory.write32(at + 4 * n, *word));
     pair.tail = (pair.tail + 1) % ENTRIES;
-    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+    // The device must not see the doorbell before the entry.
+    fence(Ordering::SeqCst);
     registers.write32(DOORBELLS + 2 * pair.id * stride, u32::try_from(pair.tail).unwrap_or(0));
 }
 
@@ -256,6 +259,8 @@ fn take(registers: &Registers, memory: &DmaMemory, stride: usize, pair: &mut Pai
     if (last >> 16 & 1 == 1) != pair.phase {
         return None;
     }
+    // What the command wrote came before.
+    fence(Ordering::Acquire);
     pair.head = (pair.head + 1) % ENTRIES;
     pair.phase ^= pair.head == 0;
     registers.write32(DOORBELLS + (2 * pair.id + 1) * stride, u32::try_from(pair.head).unwrap_or(0));
@@ -310,5 +315,9 @@ impl Driver for Nvme {
     fn reset(&mut self) -> Result<(), VfioError> {
         self.function.reset();
         self.start_controller()
+    }
+
+    fn stop(&mut self) {
+        self.function.stop();
     }
 }
