@@ -12,7 +12,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use tempfile::TempDir;
 
@@ -22,14 +22,15 @@ use crate::guest::accel::{self, Accel};
 use crate::guest::qemu::attend;
 use crate::guest::{GuestSpec, Initramfs, boot};
 use crate::kit::Kit;
+use crate::kit::module::KernelModule;
 
 /// Slot of the first root port: before it, QEMU places what has no slot of its own.
 const FIRST_SLOT: usize = 0x10;
 /// Where the host has the kit's image.
 pub const KIT: &str = "/kit";
 /// Modules that the host cannot do without.
-const MODULES: [&str; 7] = ["virtio_pci", "virtio_blk", "ext4", "vfio_pci", "vfio_iommu_type1", "kvm_amd", "kvm_intel"];
-/// Of the modules, those for one kind of processor, and the flag that it has.
+const MODULES: [&str; 5] = ["virtio_pci", "virtio_blk", "ext4", "vfio_pci", "vfio_iommu_type1"];
+/// Modules for one kind of processor, of which it needs one, and the flag that such a processor has.
 const EITHER: [(&str, &str); 2] = [("kvm-amd", "svm"), ("kvm-intel", "vmx")];
 
 /// A host that can be booted once.
@@ -63,9 +64,7 @@ impl<'k> Machine<'k> {
         let mut root = Initramfs::new();
         root.busybox(kit)?;
         let mut start = String::new();
-        let modules = kit.kernel_modules(&MODULES);
-        let modules = modules.with_context(|| format!("Linux {} cannot be the lab's host", kit.kernel_release()))?;
-        for module in modules {
+        for module in modules(kit)? {
             let path = format!("/lib/{}.ko", module.name);
             let flag = EITHER.iter().find(|(name, _)| *name == module.name).map(|(_, flag)| flag);
             let only = flag.map_or_else(String::new, |flag| format!("grep -qw {flag} /proc/cpuinfo && "));
@@ -130,6 +129,16 @@ impl<'k> Machine<'k> {
         self.spec.qemu_args.extend(["-serial", "null"].map(Into::into));
         attend(self.kit, &self.spec)
     }
+}
+
+/// The modules that the host loads, in order.
+fn modules(kit: &Kit) -> Result<Vec<KernelModule>> {
+    let unfit = || format!("Linux {} cannot be the lab's host", kit.kernel_release());
+    let of_processors = EITHER.map(|(name, _)| name).into_iter().filter(|name| kit.kernel_modules(&[name]).is_ok());
+    let names: Vec<&str> = MODULES.into_iter().chain(of_processors).collect();
+    let modules = kit.kernel_modules(&names).with_context(unfit)?;
+    ensure!(names.len() > MODULES.len(), "{}: it has KVM for no processor", unfit());
+    Ok(modules)
 }
 
 /// KVM only if it can do in a guest what guests of the guest need.
