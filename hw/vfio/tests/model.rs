@@ -26,6 +26,8 @@ struct Table {
     next: u64,
     /// Of each command that is out: its first bus address and the one behind the last.
     running: BTreeMap<usize, (u64, u64)>,
+    /// What was allowed, in the order of mapping.
+    granted: Vec<Access>,
 }
 
 struct Unmap(Arc<Iommu>, u64, u64, Arc<dyn Any + Send + Sync>);
@@ -49,6 +51,7 @@ impl MapSink for Sink {
         let end = first + (lead + place.len).next_multiple_of(PAGE);
         // Never the same again, and never next to each other: what runs past its end is seen.
         table.next = end;
+        table.granted.push(access);
         assert!(end <= mask);
         for page in (first..end).step_by(4096) {
             table.pages.insert(page, (place.address - lead + (page - first), access));
@@ -97,17 +100,22 @@ impl Disk {
         let shape = &self.shape;
         assert!(own.is_multiple_of(shape.granule) && len.is_multiple_of(shape.granule) && len <= shape.most && len > 0);
         assert!(bus.0.is_multiple_of(shape.alignment));
-        for at in 0..len {
-            let place = &mut self.bytes[usize::try_from(own + at).unwrap()];
-            let want = if is_in { Access::READ } else { Access::WRITE };
-            let byte = self.iommu.find(bus.0 + at, want).expect("what a command needs is mapped");
+        let want = if is_in { Access::READ } else { Access::WRITE };
+        let mut at = 0;
+        while at < len {
+            // Up to the end of the page.
+            let count = (PAGE - (bus.0 + at) % PAGE).min(len - at);
+            let there = self.iommu.find(bus.0 + at, want).expect("what a command needs is mapped");
+            let (from, count) = (usize::try_from(own + at).unwrap(), usize::try_from(count).unwrap());
+            let here = &mut self.bytes[from..from + count];
             if is_in {
-                // SAFETY: the table says where the byte is in this process, and holds it.
-                *place = unsafe { byte.read_volatile() };
+                // SAFETY: the table says where the page is in this process, and holds it; the disk's bytes are its own.
+                unsafe { std::ptr::copy_nonoverlapping(there, here.as_mut_ptr(), count) };
             } else {
                 // SAFETY: as above.
-                unsafe { byte.write_volatile(*place) };
+                unsafe { std::ptr::copy_nonoverlapping(here.as_ptr(), there, count) };
             }
+            at += count as u64;
         }
         Ok(())
     }
@@ -164,7 +172,10 @@ const DISK: Shape = Shape {
 const COPIER: Shape = Shape { own_len: 4096, is_buffer: true, granule: 1, alignment: 1, most: 4096, depth: 1, ..DISK };
 
 fn build(shape: Shape, trouble: Trouble) -> Parts {
-    let iommu = Arc::<Iommu>::default();
+    build_behind(&Arc::default(), shape, trouble)
+}
+
+fn build_behind(iommu: &Arc<Iommu>, shape: Shape, trouble: Trouble) -> Parts {
     let memory = ram();
     let own = (!shape.is_buffer).then_some(Slice { endpoint: APERTURES[0].0, start: 512, len: APERTURES[0].1 });
     let mapped = if own.is_some() { &APERTURES[1..] } else { &APERTURES[..] };
@@ -173,14 +184,14 @@ fn build(shape: Shape, trouble: Trouble) -> Parts {
     }
     let interrupt = EventFd::new(EFD_NONBLOCK).unwrap();
     let disk = Disk {
-        iommu: Arc::clone(&iommu),
+        iommu: Arc::clone(iommu),
         bytes: vec![0xee; usize::try_from(shape.own_len).unwrap()],
         shape,
         running: BTreeMap::new(),
         interrupt: interrupt.try_clone().unwrap(),
         trouble,
     };
-    let sink = Arc::new(Sink(iommu));
+    let sink = Arc::new(Sink(Arc::clone(iommu)));
     let engine = VfioEngine::over(Box::new(disk), sink, own, memory.clone(), interrupt, None).unwrap();
     let engine = Arc::new(engine);
     let memory = Arc::new(World { engine: Arc::clone(&engine), has_own: own.is_some(), memory, hold: None });
@@ -197,10 +208,18 @@ fn an_engine_that_copies_through_a_buffer_conforms() {
     conformance::run(&|| build(COPIER, Trouble::None));
 }
 
+/// Copies a page of guest memory to the engine's own.
 fn copy(parts: &Parts, job: u64, dst: u64) -> (u64, Result<(), EngineError>) {
-    let at = |endpoint: EndpointId, offset| Location::Aperture { endpoint, offset: ApertureOffset(offset) };
-    let src = Segments::from_iter([Segment { at: Location::Ram(Gpa(0x2000)), len: 4096 }]);
-    let dst = Segments::from_iter([Segment { at: at(APERTURES[0].0, dst), len: 4096 }]);
+    move_page(parts, job, own(dst), Location::Ram(Gpa(0x2000)))
+}
+
+fn own(offset: u64) -> Location {
+    Location::Aperture { endpoint: APERTURES[0].0, offset: ApertureOffset(offset) }
+}
+
+fn move_page(parts: &Parts, job: u64, dst: Location, src: Location) -> (u64, Result<(), EngineError>) {
+    let page = |at| Segments::from_iter([Segment { at, len: 4096 }]);
+    let (dst, src) = (page(dst), page(src));
     let work = Work::Copy { src, dst, route: Route::Direct };
     let transfer = Transfer { job: JobId(job), domain: DomainId(1), initiator: APERTURES[0].0, work };
     parts.engine.submit(&transfer).unwrap();
@@ -212,6 +231,19 @@ fn copy(parts: &Parts, job: u64, dst: u64) -> (u64, Result<(), EngineError>) {
     let end = ended.remove(0);
     assert_eq!(end.job, JobId(job));
     (end.bytes, end.result)
+}
+
+#[test]
+fn a_source_can_be_read_and_a_destination_written_and_nothing_stays_mapped() {
+    let iommu = Arc::<Iommu>::default();
+    let parts = build_behind(&iommu, DISK, Trouble::None);
+    let before = iommu.0.lock().unwrap().pages.len();
+    assert_eq!(move_page(&parts, 1, own(0), Location::Ram(Gpa(0x2000))), (4096, Ok(())));
+    assert_eq!(move_page(&parts, 2, Location::Ram(Gpa(0x3000)), own(512)), (4096, Ok(())));
+    let table = iommu.0.lock().unwrap();
+    // The first is the engine's own memory, for what does not fit a block.
+    assert_eq!(table.granted[1..], [Access::READ, Access::WRITE]);
+    assert_eq!(table.pages.len(), before);
 }
 
 #[test]
