@@ -14,7 +14,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::drivers::{self, Driver, Kind};
 use crate::host::MapSink;
-use crate::mover::{MAX_TRANSFER, Mover};
+use crate::mover::{MAX_TRANSFER, Mover, code};
 use crate::{Function, Shape, VfioError};
 
 /// Transfers that wait or run.
@@ -128,6 +128,7 @@ impl VfioEngine {
             if let Some(hook) = hook {
                 hook();
             }
+            let _alarm = Alarm(&work);
             work.work_off(&mut mover);
         };
         let thread = thread::Builder::new().name("vfio-engine".into()).spawn(body);
@@ -192,7 +193,11 @@ impl Shared {
     }
 
     fn put(&self, item: Item) {
-        self.lock().waiting.push_back(item);
+        let mut state = self.lock();
+        if !state.over {
+            state.waiting.push_back(item);
+        }
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -221,8 +226,37 @@ impl Shared {
 }
 
 impl State {
-    fn give_up(&mut self, transfer: &Transfer) {
-        self.ended.push(Finished { job: transfer.job, bytes: 0, result: Err(EngineError::Aborted), raised: false });
+    fn give_up(&mut self, job: JobId, error: EngineError) {
+        self.ended.push(Finished { job, bytes: 0, result: Err(error), raised: false });
+    }
+
+    /// Gives up what waits. What the memory's owner asked for is dropped with its answer's channel, which says so.
+    fn give_up_all(&mut self, error: EngineError) {
+        while let Some(item) = self.waiting.pop_front() {
+            if let Item::Transfer(transfer) = item {
+                self.give_up(transfer.job, error);
+            }
+        }
+    }
+}
+
+/// Ends every transfer if the thread goes by a panic: nobody waits for an engine that nobody works at.
+struct Alarm<'a>(&'a Shared);
+
+impl Drop for Alarm<'_> {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            return;
+        }
+        let (mut state, error) = (self.0.lock(), EngineError::Device { code: code::LOST });
+        state.over = true;
+        state.give_up_all(error);
+        if let Some(job) = state.running.take() {
+            state.give_up(job, error);
+        }
+        drop(state);
+        self.0.changed.notify_all();
+        self.0.tell();
     }
 }
 
@@ -233,6 +267,9 @@ impl DmaEngine for VfioEngine {
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
         let mut state = self.shared.lock();
+        if state.over {
+            return Err(EngineError::Device { code: code::LOST });
+        }
         if state.waiting.len() + usize::from(state.running.is_some()) + state.ended.len() >= DEPTH {
             return Err(EngineError::Busy);
         }
@@ -255,21 +292,15 @@ impl DmaEngine for VfioEngine {
         }
         let is_it = |item: &Item| matches!(item, Item::Transfer(transfer) if transfer.job == job);
         let Some(at) = state.waiting.iter().position(is_it) else { return };
-        if let Some(Item::Transfer(transfer)) = state.waiting.remove(at) {
-            state.give_up(&transfer);
-            drop(state);
-            self.shared.tell();
-        }
+        state.waiting.remove(at);
+        state.give_up(job, EngineError::Aborted);
+        drop(state);
+        self.shared.tell();
     }
 
     fn quiesce(&self, out: &mut Vec<Finished>) {
         let mut state = self.shared.lock();
-        // What its owner asked for is dropped with its answer's channel, which says so.
-        while let Some(item) = state.waiting.pop_front() {
-            if let Item::Transfer(transfer) = item {
-                state.give_up(&transfer);
-            }
-        }
+        state.give_up_all(EngineError::Aborted);
         state.abort = state.running.is_some();
         while state.running.is_some() {
             state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
