@@ -3,11 +3,13 @@
 //! Not here: when it is needed.
 
 use crate::VfioError;
+use crate::bus::PAGE;
 use crate::dma::DmaMemory;
 use crate::host::MapSink;
+use crate::mover::MAX_TRANSFER;
 
 /// Bytes of it: as many as an engine takes in one transfer, and a block on either side.
-pub(crate) const LEN: u64 = (256 << 10) + 2 * 4096;
+pub(crate) const LEN: u64 = MAX_TRANSFER + 2 * PAGE;
 
 pub(crate) struct Bounce(DmaMemory);
 

@@ -6,7 +6,7 @@
 
 use std::any::Any;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hw_engine::Place;
@@ -88,18 +88,13 @@ impl Inner {
         // `argsz`, and `flags` 0.
         words[0] = size_of_val(&words) as u64;
         // SAFETY: the request writes `argsz` bytes at most.
-        unsafe { ioctl(self.fd(), request(vfio::VFIO_BASE + 12), words.as_mut_ptr()) }?;
+        unsafe { ioctl(&self.container, request(vfio::VFIO_BASE + 12), words.as_mut_ptr()) }?;
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         Ok(usable_ranges(&bytes))
     }
 
     fn bus(&self) -> MutexGuard<'_, Option<Bus>> {
         self.bus.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the container is open as long as it lives, which is as long as the borrow.
-        unsafe { BorrowedFd::borrow_raw(std::os::fd::AsRawFd::as_raw_fd(&*self.container)) }
     }
 
     fn unmap(&self, at: Range<BusAddr>) -> io::Result<()> {
@@ -111,7 +106,7 @@ impl Inner {
             ..Default::default()
         };
         // SAFETY: the structure is what the request takes.
-        unsafe { ioctl(self.fd(), request(vfio::VFIO_BASE + 14), &raw mut ask) }
+        unsafe { ioctl(&self.container, request(vfio::VFIO_BASE + 14), &raw mut ask) }
     }
 }
 
@@ -132,7 +127,7 @@ impl MapSink for Host {
             size: bytes,
         };
         // SAFETY: the structure is what the request takes, and `_hold` keeps the memory mapped until after it is unmapped from the IOMMU.
-        unsafe { ioctl(self.0.fd(), request(vfio::VFIO_BASE + 13), &raw mut ask) }
+        unsafe { ioctl(&self.0.container, request(vfio::VFIO_BASE + 13), &raw mut ask) }
             .map_err(|source| VfioError::Map { at, source })?;
         mapping.live = true;
         Ok(Mapped { first: BusAddr(at.start().0 + lead), len: place.len, guard: Box::new(mapping) })
@@ -190,10 +185,9 @@ fn size_of_u32<T>() -> u32 {
 
 /// # Safety
 /// `argument` is what the request takes, and nothing that it names may be used in a way that the request rules out.
-unsafe fn ioctl<T>(fd: BorrowedFd<'_>, request: libc::Ioctl, argument: *mut T) -> io::Result<()> {
-    let fd = std::os::fd::AsRawFd::as_raw_fd(&fd.as_fd());
+unsafe fn ioctl<T>(container: &VfioContainer, request: libc::Ioctl, argument: *mut T) -> io::Result<()> {
     // SAFETY: the caller's promise.
-    match unsafe { libc::ioctl(fd, request, argument) } {
+    match unsafe { libc::ioctl(container.as_raw_fd(), request, argument) } {
         0.. => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }

@@ -105,18 +105,11 @@ impl Mover {
     /// Where a piece's end is, if all of it is there.
     fn end(&self, at: Location, len: u64) -> Result<End, EngineError> {
         let missing = EngineError::Memory(MemoryError { at, len });
-        match at {
-            Location::Aperture { endpoint, offset } => match self.own.filter(|own| own.endpoint == endpoint) {
-                Some(own) => own.place(offset.0, len).map(End::Own).ok_or(missing),
-                None => self.mapped(at, len),
-            },
-            Location::Ram(_) => self.mapped(at, len),
+        if let Location::Aperture { endpoint, offset } = at
+            && let Some(own) = self.own.filter(|own| own.endpoint == endpoint)
+        {
+            return own.place(offset.0, len).map(End::Own).ok_or(missing);
         }
-    }
-
-    fn mapped(&self, at: Location, len: u64) -> Result<End, EngineError> {
-        let missing = EngineError::Memory(MemoryError { at, len });
-
         let mut done = 0;
         while done < len {
             let place = at.checked_add(done).and_then(|at| self.memory.place(at, len - done));

@@ -14,6 +14,7 @@ use vmm_sys_util::eventfd::EventFd;
 use super::{Command, Driver, Shape};
 use crate::bus::PAGE;
 use crate::dma::DmaMemory;
+use crate::mover::MAX_TRANSFER;
 use crate::{Function, Registers, VfioError};
 
 /// Controller registers (Base 2.0, 3.1.3).
@@ -43,8 +44,8 @@ const ENTRIES: usize = 32;
 const DEPTH: usize = ENTRIES - 1;
 const ENTRY: usize = 64;
 const COMPLETION: usize = 16;
-/// Most bytes of a command: what a page of PRPs can say, and more than most controllers take.
-const MOST: u64 = 256 << 10;
+/// Most bytes of a command: a transfer's, which is less than a page of PRPs can say.
+const MOST: u64 = MAX_TRANSFER;
 /// A page each: the queues, what the controller says of itself, and then PRPs, one page a slot.
 const PAGE_LEN: usize = 4096;
 const ADMIN_SUBMISSION: usize = 0;

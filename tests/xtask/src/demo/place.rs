@@ -3,9 +3,11 @@
 //!
 //! Not here: what a host should do that has fewer processors than tenants.
 
+use std::collections::BTreeSet;
 use std::fs;
 
 use anyhow::{Context, Result};
+use rustix::io::Errno;
 use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
@@ -30,29 +32,28 @@ pub fn apart(daemon: &Daemon, actors: [&Actor; 2]) -> Result<bool> {
     Ok(true)
 }
 
-/// Places a process. A thread that begins meanwhile takes after the one that started it, so this is done until all are placed.
+/// Places a process. A thread that begins meanwhile takes after the one that started it, so this goes on until there are no others than were placed.
 fn place(process: Pid, set: &CpuSet) -> Result<()> {
+    let mut placed = BTreeSet::new();
     loop {
-        let mut placed = true;
-        for entry in fs::read_dir(format!("/proc/{process}/task")).context("Cannot list its threads")? {
-            let name = entry.context("Cannot list its threads")?.file_name();
-            let Some(thread) = name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
-                continue;
-            };
-            match sched_getaffinity(Some(thread)) {
-                Ok(now) if now == *set => {}
-                Err(rustix::io::Errno::SRCH) => {}
-                Ok(_) | Err(_) => {
-                    placed = false;
-                    match sched_setaffinity(Some(thread), set) {
-                        Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-                        Err(error) => return Err(error.into()),
-                    }
-                }
-            }
-        }
-        if placed {
+        let there = threads(process)?;
+        if there.is_subset(&placed) {
             return Ok(());
         }
+        for thread in &there {
+            match Pid::from_raw(*thread).map(|thread| sched_setaffinity(Some(thread), set)) {
+                // It may have ended.
+                None | Some(Ok(()) | Err(Errno::SRCH)) => {}
+                Some(Err(error)) => return Err(error.into()),
+            }
+        }
+        placed = there;
     }
+}
+
+fn threads(process: Pid) -> Result<BTreeSet<i32>> {
+    let place = || "Cannot list its threads";
+    let entries = fs::read_dir(format!("/proc/{process}/task")).with_context(place)?;
+    let names = entries.map(|entry| Ok(entry.with_context(place)?.file_name().to_string_lossy().into_owned()));
+    names.map(|name| name.and_then(|name: String| name.parse().with_context(place))).collect()
 }
