@@ -11,7 +11,7 @@ pub enum VfioError {
     #[error("VFIO cannot be used; load vfio-pci, turn the IOMMU on and let this user open /dev/vfio/vfio")]
     Container {
         /// Why.
-        source: vfio_ioctls::VfioError,
+        source: io::Error,
     },
     /// The function cannot be opened.
     #[error("Function {address} cannot be opened; bind it, and all of its IOMMU group, to vfio-pci")]
@@ -19,7 +19,7 @@ pub enum VfioError {
         /// Its PCI address.
         address: String,
         /// Why.
-        source: vfio_ioctls::VfioError,
+        source: io::Error,
     },
     /// A region that is not what the driver needs.
     #[error("BAR {bar} of function {address} {what}; is this the device that the configuration says?")]
@@ -47,7 +47,7 @@ pub enum VfioError {
         /// PCI address of the function.
         address: String,
         /// Why.
-        source: vfio_ioctls::VfioError,
+        source: io::Error,
     },
     /// The IOMMU was not programmed.
     #[error(

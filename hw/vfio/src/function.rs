@@ -4,16 +4,16 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
-use std::path::Path;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use vfio_bindings::bindings::vfio;
-use vfio_ioctls::{VfioDevice, VfioRegionInfoCap};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::ioctls::{self, Region};
 use crate::{Host, VfioError};
 
 /// COMMAND of the configuration space, and its bits (PCI 3.0, 6.2.2): answer to memory accesses, make them.
@@ -33,24 +33,35 @@ pub struct Area {
 /// An open function. It is reset when it is opened and when it goes.
 pub struct Function {
     address: String,
-    device: VfioDevice,
+    device: File,
+    config: Region,
     host: Arc<Host>,
 }
 
 impl Function {
-    /// Opens the function with this address (`0000:01:00.0`), which is bound to vfio-pci, and puts it into the domain. It may then use the bus.
+    /// A function that has joined the domain ([`claim`](crate::claim)). It is reset, and may then use the bus. `address` is for messages.
+    ///
+    /// # Errors
+    /// When it is none that can be used.
+    pub fn new(host: &Arc<Host>, device: OwnedFd, address: &str) -> Result<Self, VfioError> {
+        let open = |source| VfioError::Open { address: address.to_owned(), source };
+        if !ioctls::is_pci(device.as_fd()).map_err(open)? {
+            return Err(VfioError::Unfit { what: "is none of PCI" });
+        }
+        let config = ioctls::region(device.as_fd(), vfio::VFIO_PCI_CONFIG_REGION_INDEX).map_err(open)?;
+        host.joined()?;
+        let function = Self { address: address.to_owned(), device: device.into(), config, host: Arc::clone(host) };
+        function.reset();
+        Ok(function)
+    }
+
+    /// The same for one of the host's functions, by its address (`0000:01:00.0`); `container` is the domain's. For a process that has paths.
     ///
     /// # Errors
     /// When it is not there or not ours.
     pub fn open(host: &Arc<Host>, address: &str) -> Result<Self, VfioError> {
-        let path = Path::new("/sys/bus/pci/devices").join(address);
-        let device = VfioDevice::new(&path, host.container(), true)
-            .map_err(|source| VfioError::Open { address: address.to_owned(), source })?;
-        host.joined()?;
-        device.reset();
-        let function = Self { address: address.to_owned(), device, host: Arc::clone(host) };
-        function.set_command(MEMORY | MASTER);
-        Ok(function)
+        let device = crate::claim(host.container(), crate::open_group(address)?.as_fd(), address)?;
+        Self::new(host, device, address)
     }
 
     /// The domain that it is in.
@@ -65,41 +76,42 @@ impl Function {
 
     /// Resets it: whatever it did, it does no more.
     pub fn reset(&self) {
-        self.device.reset();
-        self.set_command(MEMORY | MASTER);
+        self.stop();
+        self.set_command(MEMORY | MASTER, 0);
     }
 
     /// Resets it, and leaves it so: it makes no accesses any more.
     pub fn stop(&self) {
-        self.device.reset();
+        // First of all the bus: a function without a reset of its own ends there.
+        self.set_command(0, MASTER);
+        if let Err(error) = ioctls::reset(self.device.as_fd()) {
+            tracing::debug!("Function {} cannot be reset; it is off the bus: {error}", self.address);
+        }
     }
 
-    fn set_command(&self, bits: u16) {
-        let index = vfio::VFIO_PCI_CONFIG_REGION_INDEX;
-        let mut command = [0; 2];
-        self.device.region_read(index, &mut command, COMMAND);
-        let command = u16::from_le_bytes(command) | bits;
-        self.device.region_write(index, &command.to_le_bytes(), COMMAND);
+    fn set_command(&self, set: u16, clear: u16) {
+        let (mut command, at) = ([0; 2], self.config.offset + COMMAND);
+        let done = self.device.read_exact_at(&mut command, at).and_then(|()| {
+            let command = u16::from_le_bytes(command) & !clear | set;
+            self.device.write_all_at(&command.to_le_bytes(), at)
+        });
+        if let Err(error) = done {
+            tracing::error!("The command register of function {} cannot be written: {error}", self.address);
+        }
     }
 
     /// Length of a BAR in bytes; 0 if there is none.
     pub fn bar_len(&self, bar: u32) -> u64 {
-        self.device.get_region_size(bar)
+        self.bar(bar).len
+    }
+
+    fn bar(&self, bar: u32) -> Region {
+        ioctls::region(self.device.as_fd(), bar).unwrap_or_default()
     }
 
     /// The runs of a BAR that may be mapped; none if it cannot be.
     pub fn areas(&self, bar: u32) -> Vec<Area> {
-        if self.device.get_region_flags(bar) & vfio::VFIO_REGION_INFO_FLAG_MMAP == 0 {
-            return Vec::new();
-        }
-        let sparse = self.device.get_region_caps(bar).into_iter().find_map(|capability| match capability {
-            VfioRegionInfoCap::SparseMmap(sparse) => Some(sparse.areas),
-            _ => None,
-        });
-        match sparse {
-            Some(areas) => areas.iter().map(|area| Area { start: area.offset, len: area.size }).collect(),
-            None => vec![Area { start: 0, len: self.bar_len(bar) }],
-        }
+        self.bar(bar).areas
     }
 
     /// What maps a BAR: a descriptor, and where the BAR begins in it.
@@ -107,9 +119,7 @@ impl Function {
     /// # Errors
     /// When there are no more descriptors.
     pub fn bar_file(&self, bar: u32) -> io::Result<(File, u64)> {
-        // SAFETY: the device is open as long as it lives.
-        let fd = unsafe { BorrowedFd::borrow_raw(self.device.as_raw_fd()) };
-        Ok((File::from(fd.try_clone_to_owned()?), self.device.get_region_offset(bar)))
+        Ok((self.device.try_clone()?, self.bar(bar).offset))
     }
 
     /// Maps the registers in a BAR, which must have `len` bytes of them at least.
@@ -132,11 +142,10 @@ impl Function {
     /// # Errors
     /// When there is neither.
     pub fn interrupt(&self, counter: &EventFd) -> Result<(), VfioError> {
-        let index = [vfio::VFIO_PCI_MSIX_IRQ_INDEX, vfio::VFIO_PCI_MSI_IRQ_INDEX]
-            .into_iter()
-            .find(|index| self.device.get_irq_info(*index).is_some_and(|irq| irq.count > 0))
-            .unwrap_or(vfio::VFIO_PCI_MSI_IRQ_INDEX);
-        let enabled = self.device.enable_irq(index, vec![counter]);
+        let kinds = [vfio::VFIO_PCI_MSIX_IRQ_INDEX, vfio::VFIO_PCI_MSI_IRQ_INDEX];
+        let has = |index: &u32| ioctls::interrupts(self.device.as_fd(), *index) > 0;
+        let index = kinds.into_iter().find(has).unwrap_or(vfio::VFIO_PCI_MSI_IRQ_INDEX);
+        let enabled = ioctls::enable_interrupt(self.device.as_fd(), index, counter.as_raw_fd());
         enabled.map_err(|source| VfioError::Interrupt { address: self.address.clone(), source })
     }
 }

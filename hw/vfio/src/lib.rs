@@ -19,10 +19,11 @@ mod error;
 mod flight;
 mod function;
 mod host;
+mod ioctls;
 mod mover;
 
 pub use drivers::{Command, Driver, Kind, Shape};
 pub use engine::{Slice, ThreadHook, VfioEngine};
 pub use error::VfioError;
 pub use function::{Area, Function, Registers};
-pub use host::{Host, MapSink, Mapped};
+pub use host::{Host, MapSink, Mapped, claim, open_container, open_group};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use common::{World, ram};
 use hw_engine::conformance::{self, APERTURES, Parts};
 use hw_host::DeviceArea;
-use hw_vfio::{Function, Host, Kind, Slice, VfioEngine};
+use hw_vfio::{Function, Host, Kind, Slice, VfioEngine, open_container};
 
 /// Where the lab says which devices there are: a name, an address and a group a line.
 const DEVICES: &str = "/run/lab/devices";
@@ -29,7 +29,7 @@ fn address(name: &str) -> String {
 
 /// An engine of a kind, and the memory of the endpoints that are not its own behind a BAR of another function.
 fn build(kind: Kind, name: &str, own: Option<Slice>) -> Parts {
-    let host = Arc::new(Host::new().unwrap());
+    let host = Arc::new(Host::new(open_container().unwrap()));
     let engine = Function::open(&host, &address(name)).unwrap();
     let bar = Function::open(&host, &address("mem0")).unwrap();
     let memory = ram();
