@@ -75,6 +75,12 @@ pub struct CopyArgs {
     /// Copy the other way at the same time
     #[arg(long)]
     pub both: bool,
+    /// Endpoint whose engine moves the bytes, by name or number; the one to copy from without it
+    #[arg(long, value_name = "ENDPOINT")]
+    pub by: Option<String>,
+    /// Fail unless every byte takes this path
+    #[arg(long, value_name = "PATH", value_enum)]
+    pub path: Option<PeerPath>,
 }
 
 /// Arguments of `fill`.

@@ -95,25 +95,31 @@ pub fn amount(bytes: u64) -> String {
 
 /// A transfer for people.
 pub fn moved_text(moved: &Moved) -> String {
+    let other = moved.other.map(|(path, reason)| format!(", some {} ({})", path.name(), reason.name()));
     format!(
-        "{} bytes in {:.4} s, {:.2} GB/s, {} ({})",
+        "{} bytes in {:.4} s, {:.2} GB/s, {} ({}){}",
         moved.bytes,
         moved.elapsed.as_secs_f64(),
         moved.gb_per_s(),
         moved.path.name(),
-        moved.reason.name()
+        moved.reason.name(),
+        other.unwrap_or_default()
     )
 }
 
 /// A transfer for programs.
 pub fn moved_json(moved: &Moved) -> Value {
-    json!({
+    let value = json!({
         "bytes": moved.bytes,
         "seconds": moved.elapsed.as_secs_f64(),
         "gb_per_s": moved.gb_per_s(),
         "path": moved.path.name(),
         "reason": moved.reason.name(),
-    })
+    });
+    match moved.other {
+        Some((path, reason)) => with(value, json!({"other_path": path.name(), "other_reason": reason.name()})),
+        None => value,
+    }
 }
 
 /// `value` with the members of `more` added.

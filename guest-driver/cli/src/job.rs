@@ -74,7 +74,7 @@ impl Job<'_> {
             let bytes = logic.wait(&mut || progress(0))?.bytes()?;
             ensure!(bytes == len, "The kernel processed {bytes} of {len} bytes");
             let (path, reason) = (TransferPath::Local, PathReason::SameDevice);
-            Ok(Moved { bytes, elapsed: started.elapsed(), path, reason })
+            Ok(Moved { bytes, elapsed: started.elapsed(), path, reason, other: None })
         })?;
         step("fpga-to-gpu", &mut |progress| Ok(copy_all(&stream, result.iova(), destination.iova(), len, progress)?))?;
         step("download", &mut |progress| Ok(download(&stream, result.iova(), output, len, progress)?))?;

@@ -33,6 +33,8 @@ fn info_lists_limits_and_endpoints() {
     assert_eq!(said[0]["interrupt"], "msix");
     assert_eq!(said[0]["endpoints"][1]["name"], "fpga0");
     assert_eq!(said[0]["endpoints"][1]["kind"], "FPGA");
+    let engine = &said[0]["endpoints"][2];
+    assert_eq!((&engine["kind"], &engine["memory"]), (&"engine".into(), &0.into()));
     let (_, text) = pgctl(Sabotage::None, &["info"]);
     assert!(text.contains("MSI-X") && text.contains("256.0 MiB"), "{text}");
 }
@@ -45,6 +47,46 @@ fn copy_moves_both_ways_and_verifies() {
     assert_eq!((&said[0]["from"], &said[0]["bytes"]), (&"gpu0".into(), &65536.into()));
     assert_eq!((&said[1]["from"], &said[1]["path"]), (&"fpga0".into(), &"direct".into()));
     assert_eq!((&said[4]["verified"], &said[5]["verified"]), (&true.into(), &true.into()));
+}
+
+#[test]
+fn copy_by_another_engine_gets_the_rights_that_it_needs_and_says_how_the_bytes_went() {
+    for (from, to, by) in
+        [("gpu0", "fpga0", "dma0"), ("gpu0", "gpu0", "dma0"), ("gpu0", "fpga0", "fpga0"), ("gpu0", "gpu0", "3")]
+    {
+        let args = ["copy", "--from", from, "--to", to, "--by", by, "--size", "64K", "--verify", "--path", "direct"];
+        let said = objects(&args);
+        assert_eq!(said.len(), 2);
+        assert_eq!((&said[0]["path"], &said[0]["reason"]), (&"direct".into(), &"peer-reachable".into()));
+        assert_eq!((&said[1]["on"], &said[1]["verified"]), (&to.into(), &true.into()));
+    }
+    let both = objects(&["copy", "--from", "gpu0", "--to", "fpga0", "--by", "dma0", "--both", "--size", "4K"]);
+    assert_eq!((&both[0]["path"], &both[1]["path"]), (&"direct".into(), &"direct".into()));
+    let own = objects(&["copy", "--from", "gpu0", "--to", "gpu0", "--size", "4K"]);
+    assert_eq!(own[0]["path"], "local", "without --by the source's engine moves the bytes");
+    let (result, _) = pgctl(Sabotage::None, &["copy", "--from", "gpu0", "--to", "fpga0", "--by", "x", "--size", "4K"]);
+    assert!(result.expect_err("no such endpoint").to_string().starts_with("No endpoint is called \"x\""));
+}
+
+#[test]
+fn copy_that_must_take_a_path_fails_when_any_piece_takes_another() {
+    let copy = ["copy", "--from", "gpu0", "--to", "fpga0", "--size", "9M"];
+    let insist = |sabotage, path: &str| {
+        let (result, said) = pgctl(sabotage, &[&["--json"], &copy[..], &["--path", path]].concat());
+        let moved: Value = serde_json::from_str(said.lines().next().expect("a line")).expect("an object");
+        (result.map_err(|error| error.to_string()), moved)
+    };
+    let (result, moved) = insist(Sabotage::None, "direct");
+    assert_eq!((result, &moved["path"], moved.get("other_path")), (Ok(true), &"direct".into(), None));
+    let told = "gpu0 to fpga0: bytes took the path local (same-device) where direct was asked for";
+    // The first of three pieces: the last one, whose path is told first, is as it should be.
+    let (result, moved) = insist(Sabotage::FirstPieceDetours, "direct");
+    assert_eq!((result, &moved["path"], &moved["other_path"]), (Err(told.into()), &"direct".into(), &"local".into()));
+    assert_eq!(insist(Sabotage::StagedPath, "direct").0, Err(told.into()));
+    let told = "gpu0 to fpga0: bytes took the path direct (peer-reachable) where staged was asked for";
+    assert_eq!(insist(Sabotage::None, "staged").0, Err(told.into()));
+    let (_, said) = pgctl(Sabotage::FirstPieceDetours, &copy);
+    assert!(said.ends_with("direct (peer-reachable), some local (same-device)\n"), "{said}");
 }
 
 #[test]
@@ -139,7 +181,7 @@ fn selftest_says_rows_and_a_sum_and_fails_with_a_row() {
 fn errors_name_the_cause() {
     let (result, said) = pgctl(Sabotage::None, &["copy", "--from", "gpu7", "--to", "fpga0", "--size", "1K"]);
     let error = result.expect_err("no such endpoint");
-    assert_eq!(error.to_string(), "No endpoint is called \"gpu7\"; there are: gpu0, fpga0");
+    assert_eq!(error.to_string(), "No endpoint is called \"gpu7\"; there are: gpu0, fpga0, dma0");
     assert_eq!(said, "");
 }
 

@@ -135,6 +135,8 @@ pub struct Moved {
     pub path: TransferPath,
     /// Why it was taken.
     pub reason: PathReason,
+    /// How another piece went, and why, if not all went the same way.
+    pub other: Option<(TransferPath, PathReason)>,
 }
 
 impl Moved {

@@ -84,12 +84,14 @@ struct Flight {
     tickets: VecDeque<Ticket>,
     window: usize,
     done: u64,
-    last: (TransferPath, PathReason),
+    /// How the last one went, and how one went that went another way.
+    last: Option<(TransferPath, PathReason)>,
+    other: Option<(TransferPath, PathReason)>,
 }
 
 impl Flight {
     fn new(window: usize) -> Self {
-        Self { tickets: VecDeque::new(), window, done: 0, last: (TransferPath::None, PathReason::None) }
+        Self { tickets: VecDeque::new(), window, done: 0, last: None, other: None }
     }
 
     fn is_full(&self) -> bool {
@@ -114,7 +116,8 @@ impl Flight {
         match ticket.wait() {
             Ok(Outcome { bytes, path, reason, .. }) => {
                 self.done = self.done.saturating_add(bytes);
-                self.last = (path, reason);
+                let before = self.last.replace((path, reason));
+                self.other = before.filter(|before| *before != (path, reason)).or(self.other);
                 Ok(self.done)
             }
             Err(error) => Err(self.settle(error)),
@@ -131,7 +134,8 @@ impl Flight {
     }
 
     fn moved(&self, started: Instant) -> Moved {
-        Moved { bytes: self.done, elapsed: started.elapsed(), path: self.last.0, reason: self.last.1 }
+        let (path, reason) = self.last.unwrap_or((TransferPath::None, PathReason::None));
+        Moved { bytes: self.done, elapsed: started.elapsed(), path, reason, other: self.other }
     }
 }
 

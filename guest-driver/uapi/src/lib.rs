@@ -34,6 +34,12 @@ pub const INTERRUPT_MSIX: u32 = 2;
 pub const KIND_GPU: u16 = 1;
 /// [`Endpoint::kind`]: an FPGA.
 pub const KIND_FPGA: u16 = 2;
+/// [`Endpoint::kind`]: blocks of a storage device's namespace as memory.
+pub const KIND_STORAGE: u16 = 3;
+/// [`Endpoint::kind`]: memory behind a BAR, without an engine.
+pub const KIND_MEMORY: u16 = 4;
+/// [`Endpoint::kind`]: a DMA engine without memory of its own.
+pub const KIND_ENGINE: u16 = 5;
 
 /// [`Alloc::flags`]: the endpoint's register page in place of memory; length 0 means all of it.
 pub const ALLOC_REGISTERS: u32 = 1 << 3;

@@ -62,11 +62,11 @@ pub struct Endpoint {
     pub index: u32,
     /// Out: its number in every other call.
     pub endpoint: u32,
-    /// Out: [`crate::KIND_GPU`] or [`crate::KIND_FPGA`].
+    /// Out: [`crate::KIND_GPU`] or another `KIND_`.
     pub kind: u16,
     /// Out: copy engines that work side by side.
     pub engines: u16,
-    /// Out: memory in bytes.
+    /// Out: memory in bytes, 0 if there is none.
     pub memory_len: u64,
     /// Out: bytes that are not allocated.
     pub memory_free: u64,

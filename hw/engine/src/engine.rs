@@ -159,6 +159,8 @@ pub struct EngineCaps {
     pub max_transfer: u64,
     /// Transfers it can hold at a time.
     pub queue_depth: usize,
+    /// It says so when the host's IOMMU stops it.
+    pub reports_faults: bool,
 }
 
 /// What kind of device an endpoint is a slice of.
@@ -168,6 +170,12 @@ pub enum EndpointKind {
     Gpu,
     /// An FPGA.
     Fpga,
+    /// Blocks of a storage device's namespace as memory.
+    Storage,
+    /// Memory behind a BAR, without an engine.
+    Memory,
+    /// A DMA engine without memory of its own.
+    Engine,
 }
 
 impl fmt::Display for EndpointKind {
@@ -175,6 +183,9 @@ impl fmt::Display for EndpointKind {
         f.write_str(match self {
             Self::Gpu => "gpu",
             Self::Fpga => "fpga",
+            Self::Storage => "storage",
+            Self::Memory => "memory",
+            Self::Engine => "engine",
         })
     }
 }
@@ -188,7 +199,7 @@ pub struct EndpointSpec {
     pub kind: EndpointKind,
     /// The operator's name for the slice, at most 31 bytes.
     pub name: String,
-    /// Memory in bytes, a multiple of `granularity`.
+    /// Memory in bytes, a multiple of `granularity`; 0 if it has none.
     pub memory_len: u64,
     /// Size of the register page in bytes; 0 if there is none.
     pub registers_len: u64,
@@ -202,6 +213,12 @@ pub struct EndpointSpec {
 pub trait DmaEngine: Send + Sync {
     /// Limits, constant for the engine's life.
     fn caps(&self) -> EngineCaps;
+
+    /// Whether `initiator` copies these places from one to the other without a stop in memory of the host. What it cannot is staged.
+    fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
+        let _ = (initiator, dst, src);
+        true
+    }
 
     /// Takes a transfer or says why not; the caller keeps its transfer either way. An engine validates nothing that the device has
     /// promised (bounds, rights, pins), but answers a place it cannot reach with an error, never with a fault of the process.

@@ -3,6 +3,7 @@
 //! - [`DmaEngine`] moves bytes between places that are already translated, checked and pinned. It never sees a guest's address.
 //! - [`Memory`] is bytes at a [`Location`](iommu_addr::Location); an engine that moves bytes on the CPU is handed one.
 //! - [`LinkLedger`] is the credit of the host's links, shared by every tenant's worker.
+//! - [`proof`] finds out whether two endpoints see the same bytes.
 //! - [`conformance`] is the suite that every engine passes.
 //!
 //! Not here: any hardware, any simulation, translation, rights, threads.
@@ -12,6 +13,7 @@ pub mod conformance;
 mod engine;
 mod ledger;
 mod memory;
+pub mod proof;
 mod segments;
 
 pub use engine::{
@@ -19,5 +21,5 @@ pub use engine::{
     Segments, Submit, Transfer, Work,
 };
 pub use ledger::{Booking, Crossing, Direction, LinkId, LinkLedger, Unlimited};
-pub use memory::{Memory, MemoryError, Place, RamMap, RamRegion};
+pub use memory::{Buffer, Memory, MemoryError, Place, RamMap, RamRegion};
 pub use segments::{CopyError, Pair, Pairs, copy_segments, fill_segments, total_len};

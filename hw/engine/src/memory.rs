@@ -52,6 +52,17 @@ pub struct Place {
     pub len: u64,
     /// What keeps them mapped.
     pub hold: Arc<dyn Any + Send + Sync>,
+    /// The dma-buf that has them, if one does: there are IOMMUs that memory of a device is only mapped into by that.
+    pub buffer: Option<Buffer>,
+}
+
+/// A place in a dma-buf.
+#[derive(Clone, Debug)]
+pub struct Buffer {
+    /// The dma-buf.
+    pub file: Arc<File>,
+    /// Where in it the first byte is.
+    pub offset: u64,
 }
 
 impl fmt::Debug for Place {

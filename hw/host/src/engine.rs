@@ -33,7 +33,7 @@ impl HostEngine {
 
 impl DmaEngine for HostEngine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: QUEUE_DEPTH }
+        EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: QUEUE_DEPTH, reports_faults: true }
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

@@ -8,7 +8,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
-use hw_engine::{Memory, MemoryError, Place, RamMap, RamRegion};
+use hw_engine::{Buffer, Memory, MemoryError, Place, RamMap, RamRegion};
 use iommu_addr::{EndpointId, Gpa, Location, Range};
 
 use crate::mapping::{FileError, Key, Mapping};
@@ -73,6 +73,8 @@ pub struct DeviceArea<'a> {
     pub offset: u64,
     /// Its length in bytes.
     pub len: u64,
+    /// Where it is in a dma-buf, if it is in one.
+    pub buffer: Option<&'a Buffer>,
 }
 
 /// Guest memory and endpoints' memory, mapped shared. Every method may be called from any thread; moving bytes never blocks.
@@ -95,8 +97,8 @@ impl HostMemory {
     /// `AlreadyExists` if the endpoint has memory; `InvalidInput` if the file is too short or `len` is 0; else what `mmap` says, for
     /// instance if the file is not open for reading and writing.
     pub fn add_aperture(&self, endpoint: EndpointId, file: &File, len: u64) -> io::Result<()> {
-        let mapping = || Ok((0, Mapping::new(file, 0, len)?));
-        self.add(endpoint, std::iter::once_with(mapping))
+        let run = || Ok(Aperture { endpoint, start: 0, mapping: Arc::new(Mapping::new(file, 0, len)?), buffer: None });
+        self.add(endpoint, std::iter::once_with(run))
     }
 
     /// Maps memory behind a device's BAR as the memory of `endpoint`. The files may be closed afterwards. What lies between the areas is not there.
@@ -104,22 +106,20 @@ impl HostMemory {
     /// # Errors
     /// As for [`HostMemory::add_aperture`].
     pub fn add_device(&self, endpoint: EndpointId, areas: &[DeviceArea<'_>]) -> io::Result<()> {
-        let map = |area: &DeviceArea<'_>| Ok((area.start, Mapping::of_device(area.file, area.offset, area.len)?));
-        self.add(endpoint, areas.iter().map(map))
+        let run = |area: &DeviceArea<'_>| {
+            let mapping = Arc::new(Mapping::of_device(area.file, area.offset, area.len)?);
+            Ok(Aperture { endpoint, start: area.start, mapping, buffer: area.buffer.cloned() })
+        };
+        self.add(endpoint, areas.iter().map(run))
     }
 
-    fn add(
-        &self,
-        endpoint: EndpointId,
-        runs: impl Iterator<Item = Result<(u64, Mapping), FileError>>,
-    ) -> io::Result<()> {
+    fn add(&self, endpoint: EndpointId, runs: impl Iterator<Item = Result<Aperture, FileError>>) -> io::Result<()> {
         self.change(|table| {
             if table.apertures.iter().any(|run| run.endpoint == endpoint) {
                 return Err(MapError::Taken { endpoint });
             }
             for run in runs {
-                let (start, mapping) = run.map_err(|source| MapError::Aperture { endpoint, source })?;
-                table.apertures.push(Aperture { endpoint, start, mapping: Arc::new(mapping) });
+                table.apertures.push(run.map_err(|source| MapError::Aperture { endpoint, source })?);
             }
             Ok(())
         })
@@ -296,6 +296,18 @@ mod tests {
         memory.replace(&[region(0, &first, 2 * LEN, LEN), region(LEN, &first, LEN, 2 * LEN)]).unwrap();
         let other = mappings(&memory);
         assert!(other.iter().all(|new| !before.iter().any(|old| Arc::ptr_eq(old, new))));
+    }
+
+    #[test]
+    fn memory_of_a_device_is_known_by_its_place_in_a_dma_buf_too() {
+        let (memory, bar) = (HostMemory::new(), file(LEN));
+        let buffer = |offset| Buffer { file: Arc::clone(&bar), offset };
+        let (low, high) = (buffer(0x7000), buffer(0x1000));
+        let area = |start, buffer| DeviceArea { start, file: &bar, offset: start, len: 0x1000, buffer };
+        memory.add_device(EndpointId::local(0), &[area(0, Some(&low)), area(0x1000, Some(&high))]).unwrap();
+        memory.add_device(EndpointId::local(1), &[area(0, None)]).unwrap();
+        let offset = |id, at| memory.place(aperture(id, at), 1).unwrap().buffer.map(|buffer| buffer.offset);
+        assert_eq!((offset(0, 0x123), offset(0, 0x1123), offset(1, 0x123)), (Some(0x7123), Some(0x1123), None));
     }
 
     #[test]

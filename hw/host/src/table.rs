@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use hw_engine::{MemoryError, Place};
+use hw_engine::{Buffer, MemoryError, Place};
 use iommu_addr::{Addr, EndpointId, Gpa, Location, Range};
 
 use crate::mapping::{Mapping, Span};
@@ -29,6 +29,8 @@ pub(crate) struct Aperture {
     /// Where it begins in the endpoint's memory.
     pub(crate) start: u64,
     pub(crate) mapping: Arc<Mapping>,
+    /// The dma-buf that has it too.
+    pub(crate) buffer: Option<Buffer>,
 }
 
 impl Table {
@@ -41,23 +43,28 @@ impl Table {
                 region.mapping.span(gpa.offset_from(region.gpa.start())?, most)
             }
             Location::Aperture { endpoint, offset } => {
-                let (mapping, offset) = self.aperture(endpoint, offset.0)?;
-                mapping.span(offset, most)
+                let (run, offset) = self.aperture(endpoint, offset.0)?;
+                run.mapping.span(offset, most)
             }
         }
     }
 
     /// As [`Table::span`], to be kept.
     pub(crate) fn place(&self, at: Location, most: u64) -> Option<Place> {
-        let (mapping, offset) = match at {
+        let (mapping, offset, buffer) = match at {
             Location::Ram(gpa) => {
                 let region = self.region(gpa)?;
-                (&region.mapping, gpa.offset_from(region.gpa.start())?)
+                (&region.mapping, gpa.offset_from(region.gpa.start())?, None)
             }
-            Location::Aperture { endpoint, offset } => self.aperture(endpoint, offset.0)?,
+            Location::Aperture { endpoint, offset } => {
+                let (run, offset) = self.aperture(endpoint, offset.0)?;
+                (&run.mapping, offset, run.buffer.as_ref())
+            }
         };
         let span = mapping.span(offset, most)?;
-        Some(Place { address: span.address() as u64, len: span.len() as u64, hold: Arc::clone(mapping) as _ })
+        let buffer = buffer.map(|run| Buffer { offset: run.offset.saturating_add(offset), ..run.clone() });
+        let (address, len) = (span.address() as u64, span.len() as u64);
+        Some(Place { address, len, hold: Arc::clone(mapping) as _, buffer })
     }
 
     #[inline(always)]
@@ -95,10 +102,10 @@ impl Table {
     }
 
     /// The run of an endpoint's memory that holds a byte of it, and where it is in the run.
-    fn aperture(&self, endpoint: EndpointId, offset: u64) -> Option<(&Arc<Mapping>, u64)> {
+    fn aperture(&self, endpoint: EndpointId, offset: u64) -> Option<(&Aperture, u64)> {
         let runs = self.apertures.iter().filter(|run| run.endpoint == endpoint);
-        let mut runs = runs.filter_map(|run| Some((&run.mapping, offset.checked_sub(run.start)?)));
-        runs.find(|(mapping, offset)| *offset < mapping.len())
+        let mut runs = runs.filter_map(|run| Some((run, offset.checked_sub(run.start)?)));
+        runs.find(|(run, offset)| *offset < run.mapping.len())
     }
 
     fn region(&self, gpa: Gpa) -> Option<&Region> {

@@ -21,8 +21,8 @@ fn memory(of_devices: bool) -> HostMemory {
     for (endpoint, len) in APERTURES {
         let file = &file(len);
         if of_devices {
-            let first = DeviceArea { start: 0, file, offset: len - 0x2000, len: 0x2000 };
-            let second = DeviceArea { start: 0x2000, file, offset: 0, len: len - 0x2000 };
+            let first = DeviceArea { start: 0, file, offset: len - 0x2000, len: 0x2000, buffer: None };
+            let second = DeviceArea { start: 0x2000, file, offset: 0, len: len - 0x2000, buffer: None };
             memory.add_device(endpoint, &[second, first]).unwrap();
         } else {
             memory.add_aperture(endpoint, file, len).unwrap();

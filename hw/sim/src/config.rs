@@ -7,6 +7,8 @@ use std::time::Duration;
 use hw_engine::{EndpointSpec, LinkId};
 use iommu_addr::EndpointId;
 
+use crate::Flaw;
+
 /// Called first thing on the engine's own thread, for instance to install a system call filter.
 pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;
 
@@ -17,24 +19,27 @@ pub struct SimConfig {
     pub endpoints: Vec<SimEndpoint>,
     /// Transfers that the engine holds at a time, for all endpoints together; at least 1.
     pub queue_depth: usize,
+    /// What is wrong with the devices, for tests of who has to notice.
+    pub flaws: Vec<Flaw>,
     /// Runs on the engine's thread before anything else does.
     pub thread_hook: Option<ThreadHook>,
 }
 
 impl fmt::Debug for SimConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { endpoints, queue_depth, thread_hook: _ } = self;
+        let Self { endpoints, queue_depth, flaws, thread_hook: _ } = self;
         f.debug_struct("SimConfig")
             .field("endpoints", endpoints)
             .field("queue_depth", queue_depth)
+            .field("flaws", flaws)
             .finish_non_exhaustive()
     }
 }
 
 impl SimConfig {
-    /// Devices with room for 256 transfers.
+    /// Devices with room for 256 transfers, and without flaws.
     pub fn new(endpoints: Vec<SimEndpoint>) -> Self {
-        Self { endpoints, queue_depth: 256, thread_hook: None }
+        Self { endpoints, queue_depth: 256, flaws: Vec::new(), thread_hook: None }
     }
 }
 

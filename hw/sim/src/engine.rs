@@ -127,15 +127,16 @@ fn written(work: &Work) -> &[Segment] {
 impl DmaEngine for SimEngine {
     fn caps(&self) -> EngineCaps {
         let max_transfer = if self.core.fabric.is_instant() { MAX_INSTANT } else { MAX_TRANSFER };
-        EngineCaps { max_transfer, queue_depth: self.core.depth }
+        EngineCaps { max_transfer, queue_depth: self.core.depth, reports_faults: true }
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
         let core = &*self.core;
         let unknown = EngineError::Device { code: code::UNKNOWN_ENDPOINT };
         let endpoint = core.fabric.endpoint(transfer.initiator).ok_or(unknown)?;
+        let memory = core.memory_of(transfer.initiator);
         if let Some(access) = core.registers.access(&transfer.work) {
-            return Ok(Submit::Executed(core.registers.carry_out(access?, transfer, &*core.memory)));
+            return Ok(Submit::Executed(core.registers.carry_out(access?, transfer, memory)));
         }
         let (src, dst) = match &transfer.work {
             Work::Flush => return self.flush(transfer, endpoint),
@@ -143,7 +144,7 @@ impl DmaEngine for SimEngine {
             Work::Copy { .. } | Work::Fill { .. } => {
                 let crossings = core.fabric.crossings(transfer);
                 if endpoint.latency.is_zero() && crossings.is_empty() {
-                    let moved = carry_out(&*core.memory, &transfer.work);
+                    let moved = carry_out(memory, &transfer.work);
                     return Ok(Submit::Executed(Finished::moved(transfer.job, moved)));
                 }
                 core.claim()?;

@@ -9,7 +9,8 @@
 //! - An FPGA has a register page for each domain that uses it, and a ChaCha20 kernel that reads and writes memory as the FPGA itself.
 //!
 //! Modules: `config` and `clock` are what the caller gives; `fabric` says which links a transfer crosses and `traffic` when; `agenda` holds
-//! transfers until they are due; `registers` and `kernel` are the FPGA; `engine` ties them together.
+//! transfers until they are due; `registers` and `kernel` are the FPGA; `flaw` breaks the way between two
+//! endpoints, for tests of who has to notice; `engine` ties them together.
 //!
 //! Not here: memory itself, rights, translation, other processes, errors of hardware.
 #![forbid(unsafe_code)]
@@ -19,6 +20,7 @@ mod clock;
 mod config;
 mod engine;
 mod fabric;
+mod flaw;
 mod kernel;
 mod registers;
 mod traffic;
@@ -27,4 +29,5 @@ mod worker;
 pub use clock::{Clock, ManualClock};
 pub use config::{ConfigError, SimConfig, SimEndpoint, ThreadHook};
 pub use engine::SimEngine;
+pub use flaw::Flaw;
 pub use registers::{KERNEL_CHACHA20, register};

@@ -16,6 +16,7 @@ use iommu_addr::EndpointId;
 
 use crate::agenda::{Agenda, End, carry_out};
 use crate::fabric::Fabric;
+use crate::flaw::View;
 use crate::kernel::Kernel;
 use crate::registers::Registers;
 use crate::traffic::Traffic;
@@ -72,7 +73,9 @@ impl Inner {
 pub(crate) struct Core {
     pub(crate) fabric: Fabric,
     pub(crate) registers: Registers,
-    pub(crate) memory: Arc<dyn Memory>,
+    memory: Arc<dyn Memory>,
+    /// For endpoints with flaws.
+    views: Vec<View>,
     pub(crate) clock: Clock,
     pub(crate) depth: usize,
     /// Transfers between their submission and the report of their end.
@@ -96,6 +99,7 @@ impl Core {
         Self {
             fabric,
             registers,
+            views: View::of(&config.flaws, &memory),
             memory,
             clock,
             depth: config.queue_depth,
@@ -103,6 +107,14 @@ impl Core {
             inner: Mutex::new(Inner { engines, ..Inner::default() }),
             changed: Condvar::new(),
             progress: OnceLock::new(),
+        }
+    }
+
+    /// Memory as this endpoint sees it.
+    pub(crate) fn memory_of(&self, initiator: EndpointId) -> &dyn Memory {
+        match self.views.iter().find(|view| view.accessor == initiator) {
+            Some(view) => view,
+            None => &*self.memory,
         }
     }
 
@@ -150,7 +162,7 @@ impl Core {
 
     /// A transfer from beginning to end, on this thread.
     pub(crate) fn run(&self, transfer: &Transfer, kernel: Option<Box<Kernel>>) -> Finished {
-        let memory = &*self.memory;
+        let memory = self.memory_of(transfer.initiator);
         let Some(mut kernel) = kernel else {
             return Finished::moved(transfer.job, carry_out(memory, &transfer.work));
         };
@@ -215,7 +227,7 @@ impl Core {
     fn move_due(&self, inner: &mut Inner, now: Duration) {
         while let Some((seq, mut moving)) = inner.agenda.take_due(now) {
             let end = loop {
-                if let Some(end) = moving.step(&*self.memory) {
+                if let Some(end) = moving.step(self.memory_of(moving.transfer.initiator)) {
                     break end;
                 }
             };
@@ -281,7 +293,7 @@ impl Core {
                 inner = self.inner();
             } else if let Some((seq, mut moving)) = inner.agenda.take() {
                 drop(inner);
-                let end = moving.step(&*self.memory);
+                let end = moving.step(self.memory_of(moving.transfer.initiator));
                 inner = self.inner();
                 let ended = inner.agenda.put_back(seq, moving, end);
                 let given_up = ended.is_some();

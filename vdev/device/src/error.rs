@@ -109,6 +109,14 @@ pub enum RequestError {
         /// Why.
         reason: FaultReason,
     },
+    /// A right between endpoints that are no peers.
+    #[error("Endpoint {accessor} is not proved to be a peer of endpoint {owner}; the worker's log says why")]
+    Unproven {
+        /// Who would reach out.
+        accessor: EndpointId,
+        /// Whose memory it would reach.
+        owner: EndpointId,
+    },
     /// Out of credits, or the stream still holds work.
     #[error("The stream or the tenant has too much work for this")]
     Busy,
@@ -141,7 +149,7 @@ impl RequestError {
             Self::Limit { .. } => Status::Quota,
             Self::Memory { .. } => Status::NoMem,
             Self::Already => Status::Already,
-            Self::Access { reason: FaultReason::Peer, .. } => Status::Denied,
+            Self::Access { reason: FaultReason::Peer, .. } | Self::Unproven { .. } => Status::Denied,
             Self::Access { .. } | Self::Engine(EngineError::RegisterAccess) => Status::Fault,
             Self::Busy | Self::Engine(EngineError::Busy) => Status::Busy,
             Self::Cancelled => Status::Cancelled,

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use hw_engine::{Finished, Initiated, JobId, Segments, Transfer, Work as EngineWork};
+use hw_engine::{DmaEngine, Finished, Initiated, JobId, Segments, Transfer, Work as EngineWork};
 use iommu_addr::{Access, ApertureOffset, DomainId, EndpointId, Iova, Location, Range, Segment};
 use iommu_core::{Iotlb, Pins, Refused};
 use smallvec::SmallVec;
@@ -143,6 +143,7 @@ impl Issued {
 #[derive(Clone, Copy)]
 pub(crate) struct Planner<'a> {
     pub(crate) reach: &'a Reach,
+    pub(crate) engine: &'a dyn DmaEngine,
     /// Longest transfer; a multiple of 8 so that every piece of a fill begins with the pattern's first byte.
     pub(crate) max_transfer: u64,
 }
@@ -197,6 +198,7 @@ impl Planner<'_> {
                 if overlaps(&from, &to) {
                     return Err(RequestError::State { what: "source and destination overlap" }.into());
                 }
+                let plan = plan.within(|| self.engine.in_one_hop(pins.accessor(), &to, &from));
                 (EngineWork::Copy { src: from, dst: to, route: plan.route() }, plan, dst.len())
             }
             Operation::Fill { dst, pattern } => {

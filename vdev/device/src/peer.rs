@@ -2,7 +2,7 @@
 
 use iommu_addr::{Access, EndpointId};
 use iommu_core::PeerError;
-use vdev_wire::{PEER_READ, PEER_WRITE, PeerReply};
+use vdev_wire::{PEER_READ, PEER_WRITE, PeerReply, TransferPath};
 use zerocopy::IntoBytes;
 
 use crate::RequestError;
@@ -30,6 +30,11 @@ impl Device {
         };
         let space = &domain.space;
         let answer = match change {
+            // A right would be taken for a promise that bytes arrive.
+            PeerChange::Enable if path == TransferPath::None => {
+                let known = space.peer_query(accessor, owner).map_err(RequestError::from);
+                return completer.answer(known.and(Err(RequestError::Unproven { accessor, owner })));
+            }
             PeerChange::Enable => space.peer_enable(accessor, owner, rights),
             PeerChange::Query => space.peer_query(accessor, owner),
             PeerChange::Disable => match space.peer_disable(accessor, owner, rights) {

@@ -29,7 +29,7 @@ pub enum Plan {
 }
 
 impl Plan {
-    /// A plan for a transfer of `initiator` to and from memory of `owners`; guest memory has none.
+    /// A plan for a transfer of `initiator` to and from memory of `owners`, to which it has every right; guest memory has none.
     pub fn new(reach: &Reach, initiator: EndpointId, owners: impl Iterator<Item = EndpointId>) -> Self {
         let mut plan = Self::Local { reason: PathReason::SameDevice };
         for owner in owners.filter(|owner| *owner != initiator) {
@@ -39,6 +39,15 @@ impl Plan {
             }
         }
         plan
+    }
+
+    /// The same plan, or a staged one if the engine does not make the copy `in_one_hop`.
+    pub fn within(self, in_one_hop: impl FnOnce() -> bool) -> Self {
+        if matches!(self, Self::Staged { .. }) || in_one_hop() {
+            self
+        } else {
+            Self::Staged { reason: PathReason::EngineCannot }
+        }
     }
 
     /// As the completion record says it.
@@ -118,6 +127,17 @@ mod tests {
         assert_eq!(plan(&[a, b]), Plan::Direct { reason: PathReason::PeerReachable });
         assert_eq!(plan(&[b, c]), Plan::Staged { reason: PathReason::PeerUnreachable });
         assert_eq!(plan(&[c]).route(), Route::Staged);
+    }
+
+    #[test]
+    fn what_takes_two_hops_is_staged_whatever_the_endpoints_reach() {
+        let (direct, local) =
+            (Plan::Direct { reason: PathReason::PeerReachable }, Plan::Local { reason: PathReason::SameDevice });
+        let policy = Plan::Staged { reason: PathReason::Policy };
+        assert_eq!([direct, local, policy].map(|plan| plan.within(|| true)), [direct, local, policy]);
+        let cannot = Plan::Staged { reason: PathReason::EngineCannot };
+        assert_eq!([direct, local].map(|plan| plan.within(|| false)), [cannot, cannot]);
+        assert_eq!(policy.within(|| unreachable!("not asked: it is staged already")), policy);
     }
 
     #[test]

@@ -91,7 +91,7 @@ enum Pushed {
 
 impl Device {
     fn planner(&self) -> Planner<'_> {
-        Planner { reach: &self.spec.reach, max_transfer: self.max_transfer }
+        Planner { reach: &self.spec.reach, engine: &*self.engine, max_transfer: self.max_transfer }
     }
 
     /// Issues work and carries it as far as it goes on this thread. `cookie` is for reports only.

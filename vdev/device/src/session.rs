@@ -71,6 +71,9 @@ fn endpoint_info(spec: &EndpointSpec, free: u64) -> EndpointInfo {
     let kind = match spec.kind {
         hw_engine::EndpointKind::Gpu => EndpointKind::Gpu,
         hw_engine::EndpointKind::Fpga => EndpointKind::Fpga,
+        hw_engine::EndpointKind::Storage => EndpointKind::Storage,
+        hw_engine::EndpointKind::Memory => EndpointKind::Memory,
+        hw_engine::EndpointKind::Engine => EndpointKind::Engine,
     };
     info.endpoint = spec.id.to_raw().into();
     info.kind = (kind as u16).into();

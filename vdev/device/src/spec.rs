@@ -74,9 +74,9 @@ impl Default for Limits {
     }
 }
 
-/// Which endpoints reach each other's memory, per ordered pair. Whoever is not named does.
+/// How endpoints reach each other's memory, per ordered pair. Whoever is not named reaches it directly.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Reach(HashMap<(EndpointId, EndpointId), PathReason>);
+pub struct Reach(HashMap<(EndpointId, EndpointId), (TransferPath, PathReason)>);
 
 impl Reach {
     /// Everyone reaches everyone.
@@ -84,20 +84,22 @@ impl Reach {
         Self::default()
     }
 
-    /// `accessor` does not reach `owner`'s memory, for this reason.
+    /// `accessor` does not reach `owner`'s memory itself, for this reason: the host stages.
     pub fn deny(&mut self, accessor: EndpointId, owner: EndpointId, reason: PathReason) {
-        self.0.insert((accessor, owner), reason);
+        self.0.insert((accessor, owner), (TransferPath::Staged, reason));
     }
 
-    /// How bytes go between `accessor` and the memory of `owner`, and why.
+    /// `accessor` gets no right to `owner`'s memory, for this reason: nothing goes between them, nor is it staged.
+    pub fn refuse(&mut self, accessor: EndpointId, owner: EndpointId, reason: PathReason) {
+        self.0.insert((accessor, owner), (TransferPath::None, reason));
+    }
+
+    /// How bytes go between `accessor` and the memory of `owner`, and why. None do between those that are refused.
     pub fn verdict(&self, accessor: EndpointId, owner: EndpointId) -> (TransferPath, PathReason) {
         if accessor == owner {
             return (TransferPath::Local, PathReason::SameDevice);
         }
-        match self.0.get(&(accessor, owner)) {
-            Some(reason) => (TransferPath::Staged, *reason),
-            None => (TransferPath::Direct, PathReason::PeerReachable),
-        }
+        self.0.get(&(accessor, owner)).copied().unwrap_or((TransferPath::Direct, PathReason::PeerReachable))
     }
 }
 
@@ -311,5 +313,7 @@ mod tests {
         assert_eq!(reach.verdict(a, b), (TransferPath::Staged, PathReason::Policy));
         assert_eq!(reach.verdict(b, a), (TransferPath::Direct, PathReason::PeerReachable));
         assert_eq!(reach.verdict(a, a), (TransferPath::Local, PathReason::SameDevice));
+        reach.refuse(b, a, PathReason::Unproven);
+        assert_eq!(reach.verdict(b, a), (TransferPath::None, PathReason::Unproven));
     }
 }

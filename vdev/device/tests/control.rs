@@ -4,6 +4,7 @@
 mod common;
 
 use common::*;
+use hw_engine::{EndpointKind, EndpointSpec};
 use iommu_addr::EndpointId;
 use vdev_device::{Counter, Gauge};
 use vdev_wire::{
@@ -116,6 +117,28 @@ fn probe_tells_limits_and_as_many_endpoints_as_fit() {
     let call = bed.start_raw(probe.as_bytes(), 16 + 88 + 72 + 71);
     assert_eq!(bed.answer(call).unwrap().body.len(), 88 + 72);
     assert_eq!(raw(&mut bed, probe.as_bytes(), 16 + 87), Status::Inval, "no room for the limits");
+}
+
+#[test]
+fn endpoint_without_memory_is_told_of_attached_and_acts() {
+    let mut spec = spec();
+    spec.endpoints.truncate(2);
+    let id = EndpointId::local(9);
+    let (name, memory_len) = ("dma0".into(), 0);
+    spec.endpoints.push(EndpointSpec { name, memory_len, ..endpoint(id, EndpointKind::Engine, 0) });
+    let mut bed = Bed::with(spec).prepared();
+    let answer = bed.ok(Opcode::Probe, 0, &[]);
+    let info = EndpointInfo::read_from_bytes(&answer.body[88 + 144..]).unwrap();
+    assert_eq!((info.endpoint.get(), info.kind.get()), (9, vdev_wire::EndpointKind::Engine as u16));
+    assert_eq!((info.memory_len.get(), info.memory_free.get()), (0, 0));
+    bed.attach(1, id);
+    let refused = bed.call(Opcode::Alloc, 1, alloc(id, RW, 1 << 40, PAGE).as_bytes());
+    assert_eq!((refused.status, refused.detail), (Status::NoMem, PAGE));
+    bed.alloc(1, GPU, 1 << 40, PAGE);
+    bed.enable(1, id, GPU, PEER_READ);
+    let record = bed.run_one(1, copy(1 << 40, IOVA + DATA, 64).by(id));
+    assert_eq!(status(&record), Status::Ok);
+    assert_eq!((record.path, record.bytes.get()), (TransferPath::Direct as u8, 64));
 }
 
 #[test]
@@ -422,6 +445,40 @@ fn peer_rights_are_directional_and_tell_the_path() {
     assert_eq!(ask(Opcode::PeerEnable, peer(GPU, NIC, 1)), (Status::NoEnt, None), "owner not attached");
     assert_eq!(ask(Opcode::PeerEnable, peer(NIC, GPU, 1)), (Status::NoEnt, None), "accessor not attached");
     assert_eq!(ask(Opcode::PeerDisable, peer(NIC, GPU, 1)), (Status::NoEnt, None));
+}
+
+#[test]
+fn pair_without_proof_gets_no_right_and_is_not_staged() {
+    let mut unproven = spec();
+    unproven.reach.refuse(GPU, FPGA, PathReason::Unproven);
+    let mut bed = Bed::with(unproven).prepared();
+    let enable = |bed: &mut Bed, accessor, owner| {
+        let answer = bed.call(Opcode::PeerEnable, 1, peer(accessor, owner, PEER_WRITE).as_bytes());
+        (answer.status, answer.detail, answer.body.len())
+    };
+    assert_eq!(enable(&mut bed, GPU, FPGA), (Status::Denied, 0, 0));
+    let query: PeerReply = bed.ok(Opcode::PeerQuery, 1, peer(GPU, FPGA, 0).as_bytes()).read();
+    let none = (0, TransferPath::None as u16, PathReason::Unproven as u16);
+    assert_eq!((query.rights.get(), query.path.get(), query.reason.get()), none);
+    let disable: PeerReply = bed.ok(Opcode::PeerDisable, 1, peer(GPU, FPGA, PEER_WRITE).as_bytes()).read();
+    assert_eq!(disable, query, "there is nothing to take away");
+    assert_eq!(enable(&mut bed, NIC, FPGA).0, Status::NoEnt, "not attached");
+    assert_eq!(enable(&mut bed, FPGA, GPU).0, Status::Ok, "not the other way");
+    bed.alloc(1, GPU, 1 << 40, PAGE);
+    bed.alloc(1, FPGA, 1 << 41, PAGE);
+    let sent = bed.engine.state.lock().unwrap().seen.len();
+    assert_eq!(status(&bed.run_one(1, copy(1 << 40, 1 << 41, 64).by(GPU))), Status::Denied);
+    assert_eq!(bed.engine.state.lock().unwrap().seen.len(), sent, "the engine has seen nothing of it");
+}
+
+#[test]
+fn unproven_pair_says_so_only_of_endpoints_that_are_attached() {
+    let mut unproven = spec();
+    unproven.reach.refuse(GPU, NIC, PathReason::Unproven);
+    let mut bed = Bed::with(unproven).prepared();
+    assert_eq!(bed.call(Opcode::PeerEnable, 1, peer(GPU, NIC, PEER_READ).as_bytes()).status, Status::NoEnt);
+    bed.attach(1, NIC);
+    assert_eq!(bed.call(Opcode::PeerEnable, 1, peer(GPU, NIC, PEER_READ).as_bytes()).status, Status::Denied);
 }
 
 #[test]

@@ -253,6 +253,24 @@ fn unreachable_peers_are_staged_and_the_rights_still_count() {
 }
 
 #[test]
+fn copy_that_its_engine_cannot_make_in_one_hop_is_staged_for_that_reason() {
+    let mut bed = bed();
+    bed.enable(1, GPU, FPGA, RW);
+    bed.enable(1, FPGA, GPU, RW);
+    *bed.engine.two_hops.lock().unwrap() = Some(GPU);
+    let cannot = (TransferPath::Staged as u8, PathReason::EngineCannot as u8);
+    bed.run_one(1, fill(VA, 64, 0x55).by(GPU));
+    let record = bed.run_one(1, copy(VA, VB, 64).by(GPU));
+    assert_eq!((status(&record), path(&record)), (Status::Ok, cannot));
+    let sent = bed.engine.state.lock().unwrap().seen.last().unwrap().work.clone();
+    assert!(matches!(sent, Work::Copy { route: Route::Staged, .. }));
+    assert_eq!(bed.vram(FPGA, 0, 1), [0x55]);
+    assert_eq!(path(&bed.run_one(1, copy(VA, D, 64).by(GPU))), cannot, "also within what is local");
+    assert_eq!(path(&bed.run_one(1, copy(VA, VB, 64).by(FPGA))), DIRECT, "the other engine can");
+    assert_eq!(path(&bed.run_one(1, fill(VA, 64, 1).by(GPU))), LOCAL, "a fill has no two places");
+}
+
+#[test]
 fn registers_take_one_aligned_access_of_four_or_eight_bytes() {
     let mut bed = bed();
     let access = FaultReason::Access;

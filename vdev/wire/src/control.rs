@@ -166,12 +166,18 @@ pub enum EndpointKind {
     Gpu = 1,
     /// An FPGA.
     Fpga = 2,
+    /// Blocks of a storage device's namespace as memory.
+    Storage = 3,
+    /// Memory behind a BAR, without an engine.
+    Memory = 4,
+    /// A DMA engine without memory of its own.
+    Engine = 5,
 }
 
 impl EndpointKind {
     /// The kind a wire number stands for.
     pub fn from_raw(raw: u16) -> Option<Self> {
-        [Self::Gpu, Self::Fpga].into_iter().find(|kind| *kind as u16 == raw)
+        [Self::Gpu, Self::Fpga, Self::Storage, Self::Memory, Self::Engine].into_iter().find(|kind| *kind as u16 == raw)
     }
 
     /// The name SPEC.md uses.
@@ -179,6 +185,9 @@ impl EndpointKind {
         match self {
             Self::Gpu => "GPU",
             Self::Fpga => "FPGA",
+            Self::Storage => "storage",
+            Self::Memory => "memory",
+            Self::Engine => "engine",
         }
     }
 }
@@ -193,7 +202,7 @@ pub struct EndpointInfo {
     pub kind: U16,
     /// Copy engines that work side by side.
     pub engines: U16,
-    /// Memory of the slice in bytes.
+    /// Memory of the slice in bytes; 0 if the endpoint has none.
     pub memory_len: U64,
     /// Bytes of it that are not allocated.
     pub memory_free: U64,

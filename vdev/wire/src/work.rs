@@ -140,14 +140,25 @@ pub enum PathReason {
     PeerUnreachable = 3,
     /// The operator's policy asks for staging.
     Policy = 4,
+    /// The endpoints reach each other, but the initiator's engine cannot make this copy in one hop; the host stages.
+    EngineCannot = 5,
+    /// The device could not show that the two endpoints see the same bytes; nothing goes between them.
+    Unproven = 6,
 }
 
 impl PathReason {
     /// The reason a wire number stands for.
     pub fn from_raw(raw: u8) -> Option<Self> {
-        [Self::None, Self::SameDevice, Self::PeerReachable, Self::PeerUnreachable, Self::Policy]
-            .into_iter()
-            .find(|reason| *reason as u8 == raw)
+        let all = [
+            Self::None,
+            Self::SameDevice,
+            Self::PeerReachable,
+            Self::PeerUnreachable,
+            Self::Policy,
+            Self::EngineCannot,
+            Self::Unproven,
+        ];
+        all.into_iter().find(|reason| *reason as u8 == raw)
     }
 
     /// The name SPEC.md uses.
@@ -158,6 +169,8 @@ impl PathReason {
             Self::PeerReachable => "peer-reachable",
             Self::PeerUnreachable => "peer-unreachable",
             Self::Policy => "policy",
+            Self::EngineCannot => "engine-cannot",
+            Self::Unproven => "unproven",
         }
     }
 }

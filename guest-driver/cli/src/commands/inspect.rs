@@ -107,12 +107,12 @@ fn info_text(device: &Path, limits: &Info, endpoints: &[EndpointInfo]) -> String
         limits.max_mappings,
     );
     text += &format!(
-        "\n{:>8}  {:<20} {:<5} {:>10} {:>10} {:>9}",
+        "\n{:>8}  {:<20} {:<7} {:>10} {:>10} {:>9}",
         "ENDPOINT", "NAME", "KIND", "MEMORY", "FREE", "REGISTERS"
     );
     for endpoint in endpoints {
         text += &format!(
-            "\n{:>8}  {:<20} {:<5} {:>10} {:>10} {:>9}",
+            "\n{:>8}  {:<20} {:<7} {:>10} {:>10} {:>9}",
             endpoint.number,
             endpoint.name,
             kind(endpoint),

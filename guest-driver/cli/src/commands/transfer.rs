@@ -6,15 +6,15 @@ use std::io::{self, Read, Write};
 use std::path::Path;
 use std::thread;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use peergate_guest::{
-    Access, Buffer, Driver, EndpointInfo, Moved, Session, Stream, copy_all, download, fill_all, upload,
+    Access, Buffer, Driver, EndpointInfo, Moved, Session, Stream, TransferPath, copy_all, download, fill_all, upload,
 };
 use serde_json::json;
 
 use super::files::{Output, open_input};
 use crate::Meters;
-use crate::args::{CopyArgs, FillArgs};
+use crate::args::{CopyArgs, FillArgs, PeerPath};
 use crate::console::{Console, moved_json, moved_text, with};
 use crate::pattern::{Compare, Pattern, Tee};
 
@@ -24,21 +24,24 @@ struct Way {
     to: EndpointInfo,
     source: Buffer,
     destination: Buffer,
+    /// By whose engine the bytes move.
     stream: Stream,
 }
 
 impl Way {
-    fn new(session: &Session, from: &EndpointInfo, to: &EndpointInfo, len: u64) -> Result<Self> {
+    fn new(session: &Session, from: &EndpointInfo, to: &EndpointInfo, by: &EndpointInfo, len: u64) -> Result<Self> {
         let at = |endpoint: &EndpointInfo| {
             let buffer = session.alloc(endpoint.number, len, Access::RW);
             buffer.with_context(|| format!("Could not allocate {len} bytes of {}", endpoint.name))
         };
-        if from.number != to.number {
-            let right = session.peer_enable(from.number, to.number, Access::WRITE);
-            right.with_context(|| format!("Could not let {} write to {}", from.name, to.name))?;
+        for (owner, access, what) in [(from, Access::READ, "read from"), (to, Access::WRITE, "write to")] {
+            if owner.number != by.number {
+                let right = session.peer_enable(by.number, owner.number, access);
+                right.with_context(|| format!("Could not let {} {what} {}", by.name, owner.name))?;
+            }
         }
         let (source, destination) = (at(from)?, at(to)?);
-        let stream = session.stream().by(from.number);
+        let stream = session.stream().by(by.number);
         Ok(Self { from: from.clone(), to: to.clone(), source, destination, stream })
     }
 
@@ -51,6 +54,17 @@ impl Way {
         let moved =
             copy_all(&self.stream, self.destination.iova(), self.source.iova(), len, &mut |done| meter.at(done));
         moved.with_context(|| format!("Copying from {} failed", self.label()))
+    }
+
+    /// Fails unless every piece went as `wanted`.
+    fn insist(&self, wanted: Option<PeerPath>, moved: &Moved) -> Result<()> {
+        let Some(wanted) = wanted.map(TransferPath::from) else { return Ok(()) };
+        let mut ways = moved.other.into_iter().chain([(moved.path, moved.reason)]);
+        if let Some((path, reason)) = ways.find(|(path, _)| *path != wanted) {
+            let (label, path, reason, wanted) = (self.label(), path.name(), reason.name(), wanted.name());
+            bail!("{label}: bytes took the path {path} ({reason}) where {wanted} was asked for");
+        }
+        Ok(())
     }
 }
 
@@ -79,23 +93,25 @@ pub(crate) fn copy(driver: &dyn Driver, args: &CopyArgs, console: &mut Console<'
     let mut out = args.out.as_deref().map(|out| Output::new(out, file)).transpose()?;
     let session = Session::open(driver)?;
     let (from, to) = (session.endpoint(&args.from)?, session.endpoint(&args.to)?);
+    let by = args.by.as_deref().map(|by| session.endpoint(by)).transpose()?;
     ensure!(!args.both || from.number != to.number, "--both needs two endpoints");
 
     let meters = console.meters();
     let there_bytes = file.map_or(Bytes::Pattern(1), Bytes::File);
-    let mut ways = vec![(Way::new(&session, &from, &to, len)?, there_bytes)];
+    let mut ways = vec![(Way::new(&session, &from, &to, by.as_ref().unwrap_or(&from), len)?, there_bytes)];
     if args.both {
-        ways.push((Way::new(&session, &to, &from, len)?, Bytes::Pattern(2)));
+        ways.push((Way::new(&session, &to, &from, by.as_ref().unwrap_or(&to), len)?, Bytes::Pattern(2)));
     }
     for (way, bytes) in &ways {
         let mut meter = meters.start(format!("Loading {}", way.from.name), len);
-        upload(&way.stream, way.source.iova(), &mut *bytes.open()?, len, &mut |done| meter.at(done))?;
+        upload(&session.stream(), way.source.iova(), &mut *bytes.open()?, len, &mut |done| meter.at(done))?;
     }
     for _ in 0..args.repeat {
         for ((way, _), moved) in ways.iter().zip(at_once(&ways, len, meters)) {
             let moved = moved?;
             let text = format!("{}: {}", way.label(), moved_text(&moved));
             console.say(&text, &with(json!({"from": way.from.name, "to": way.to.name}), moved_json(&moved)))?;
+            way.insist(args.path, &moved)?;
         }
     }
     let mut well = true;

@@ -3,7 +3,7 @@
 use peergate_guest::uapi::{self, Completion, Event, Work};
 use peergate_guest::{FaultReason, Status};
 
-use super::{FPGA, FakeChannel, GPU, Mapping, PAGE, Sabotage, State, ended};
+use super::{ENGINE, FPGA, FakeChannel, GPU, Mapping, PAGE, Sabotage, State, ended};
 
 /// A refused address.
 struct Refused {
@@ -77,7 +77,7 @@ impl FakeChannel {
         self.event(state, event);
     }
 
-    /// Moves the bytes; answers whether they went from one endpoint to another.
+    /// Moves the bytes; answers whether the accessor reached another endpoint.
     fn transfer(&self, state: &mut State, work: &Work, reads: bool) -> Result<bool, (u32, Refused)> {
         let owner = |state: &State, address| {
             let found = state.domains[&self.domain].mappings.range(..=address).next_back();
@@ -86,7 +86,7 @@ impl FakeChannel {
         let chosen = || owner(state, work.source).filter(|_| reads).or_else(|| owner(state, work.destination));
         let accessor = if work.initiator == uapi::INITIATOR_ANY { chosen().unwrap_or(GPU) } else { work.initiator };
         let blamed = |refused| (accessor, refused);
-        if ![GPU, FPGA].contains(&accessor) && self.shared.sabotage != Sabotage::AnyEndpoint {
+        if ![GPU, FPGA, ENGINE].contains(&accessor) && self.shared.sabotage != Sabotage::AnyEndpoint {
             return Err(blamed(Refused { status: Status::Fault, reason: FaultReason::Domain, address: 0, access: 0 }));
         }
         let source = if reads {
@@ -127,7 +127,9 @@ impl FakeChannel {
             let start = usize::try_from(target.offset).unwrap();
             target.mapping.bytes.lock().unwrap()[start..start + len].copy_from_slice(&bytes);
         }
-        Ok(matches!(owners, (Some(a), Some(b)) if a != b))
+        let detours = self.shared.sabotage == Sabotage::FirstPieceDetours && target.offset == 0;
+        let (from, to) = owners;
+        Ok(!detours && [from, to].into_iter().flatten().any(|owner| owner != accessor))
     }
 
     fn translate(&self, state: &State, accessor: u32, address: u64, len: u64, access: u32) -> Result<Side, Refused> {

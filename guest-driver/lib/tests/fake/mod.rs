@@ -1,4 +1,4 @@
-//! A device in a page of code, for tests of what stands on the driver's traits: one GPU, one FPGA, no threads, no time.
+//! A device in a page of code, for tests of what stands on the driver's traits: one GPU, one FPGA, a DMA engine, no threads, no time.
 //!
 //! Work ends inside `submit`; a call that submits more than a stream's credits at once gets BUSY for the rest. A [`Sabotage`] makes it do one
 //! thing wrong, so that tests can show that they would notice. It proves nothing about the real device.
@@ -16,6 +16,7 @@ mod kernel;
 
 pub const GPU: u32 = 1;
 pub const FPGA: u32 = 2;
+pub const ENGINE: u32 = 3;
 pub const PAGE: u64 = 4096;
 pub const CREDITS: usize = 64;
 const MEMORY: u64 = 256 << 20;
@@ -34,6 +35,7 @@ pub enum Sabotage {
     WriteBeforeFault,
     CorruptCopies,
     StagedPath,
+    FirstPieceDetours,
     FreeOfForeign,
     StaleIsUnknown,
     SharedAddresses,
@@ -91,6 +93,10 @@ struct Shared {
 /// Opens the device.
 #[derive(Clone)]
 pub struct Fake(Arc<Shared>);
+
+fn memory_len(endpoint: u32) -> u64 {
+    if endpoint == ENGINE { 0 } else { MEMORY }
+}
 
 impl Fake {
     pub fn new(sabotage: Sabotage) -> Self {
@@ -211,7 +217,7 @@ impl Channel for FakeChannel {
             iova_last: (1 << 48) - 1,
             page_size: PAGE,
             max_batch: 16,
-            endpoints: 2,
+            endpoints: 3,
             stream_credits: u32::try_from(CREDITS).unwrap(),
             max_in_flight: 1024,
             max_streams: 64,
@@ -228,6 +234,7 @@ impl Channel for FakeChannel {
         let (endpoint, kind, text, registers_len) = match index {
             0 => (GPU, uapi::KIND_GPU, "gpu0", 0),
             1 => (FPGA, uapi::KIND_FPGA, "fpga0", PAGE),
+            2 => (ENGINE, uapi::KIND_ENGINE, "dma0", 0),
             _ => return refused("ENDPOINT", Status::NoEnt),
         };
         let mut name = [0; 40];
@@ -238,8 +245,8 @@ impl Channel for FakeChannel {
             endpoint,
             kind,
             engines: 1,
-            memory_len: MEMORY,
-            memory_free: MEMORY - used,
+            memory_len: memory_len(endpoint),
+            memory_free: memory_len(endpoint) - used,
             registers_len,
             granularity: PAGE,
             name,
@@ -272,7 +279,7 @@ impl Channel for FakeChannel {
         let state = &mut *self.shared.state.lock().unwrap();
         let registers = request.flags & uapi::ALLOC_REGISTERS != 0;
         let len = if registers { PAGE } else { request.length.next_multiple_of(PAGE) };
-        if ![GPU, FPGA].contains(&request.endpoint) {
+        if ![GPU, FPGA, ENGINE].contains(&request.endpoint) {
             return refused("ALLOC", Status::NoEnt);
         }
         let count: usize = state.domains.values().map(|domain| domain.mappings.len()).sum();
@@ -281,7 +288,7 @@ impl Channel for FakeChannel {
         }
         let used = state.used.entry(request.endpoint).or_default();
         if !registers {
-            if len == 0 || *used + len > MEMORY {
+            if len == 0 || *used + len > memory_len(request.endpoint) {
                 return refused("ALLOC", if len == 0 { Status::Inval } else { Status::NoMem });
             }
             *used += len;

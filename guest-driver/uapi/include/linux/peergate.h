@@ -98,7 +98,7 @@ struct peergate_info {
  * @endpoint: out: its number in every other call
  * @kind: out: PEERGATE_KIND_*
  * @engines: out: copy engines that work side by side
- * @memory_len: out: memory in bytes
+ * @memory_len: out: memory in bytes, 0 if there is none
  * @memory_free: out: bytes that are not allocated
  * @registers_len: out: size of the register page, 0 if there is none
  * @granularity: out: granule of ALLOC in bytes
@@ -122,6 +122,9 @@ struct peergate_endpoint {
 
 #define PEERGATE_KIND_GPU	1
 #define PEERGATE_KIND_FPGA	2
+#define PEERGATE_KIND_STORAGE	3
+#define PEERGATE_KIND_MEMORY	4
+#define PEERGATE_KIND_ENGINE	5
 
 /**
  * struct peergate_map - Pin memory of the caller and map it (PEERGATE_MAP).

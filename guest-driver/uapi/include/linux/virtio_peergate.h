@@ -123,6 +123,9 @@ struct virtio_peergate_probe_reply {
 
 #define VIRTIO_PEERGATE_KIND_GPU	1
 #define VIRTIO_PEERGATE_KIND_FPGA	2
+#define VIRTIO_PEERGATE_KIND_STORAGE	3
+#define VIRTIO_PEERGATE_KIND_MEMORY	4
+#define VIRTIO_PEERGATE_KIND_ENGINE	5
 
 struct virtio_peergate_endpoint {
 	__le32 endpoint;
@@ -262,6 +265,8 @@ struct virtio_peergate_work {
 #define VIRTIO_PEERGATE_REASON_REACHABLE	2
 #define VIRTIO_PEERGATE_REASON_UNREACHABLE	3
 #define VIRTIO_PEERGATE_REASON_POLICY		4
+#define VIRTIO_PEERGATE_REASON_ENGINE_CANNOT	5
+#define VIRTIO_PEERGATE_REASON_UNPROVEN		6
 
 struct virtio_peergate_completion {
 	__le64 cookie;

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use iommu_addr::{DomainId, EndpointId};
 
-use super::{FlatMemory, Noise, Parts};
-use crate::{DmaEngine, EngineError, Finished, JobId, Memory, Submit, Transfer, Work};
+use super::{APERTURES, FlatMemory, Noise, Parts};
+use crate::proof::{Pair, ProofError, Prover};
+use crate::{DmaEngine, EndpointKind, EndpointSpec, EngineError, Finished, JobId, Memory, Submit, Transfer, Work};
 
 /// How long an engine in real time may take for anything here. Reached only by an engine that hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -141,6 +142,32 @@ impl Bed {
                 panic!("byte {index:#x} from {at:?} is {:#x}, not {:#x}", have[index], want[index]);
             }
         }
+    }
+
+    /// Proves the suite's endpoints to be peers, both ways.
+    pub(super) fn prove(&self) -> Vec<Result<(), ProofError>> {
+        let specs = APERTURES.map(|(id, memory_len)| EndpointSpec {
+            id,
+            kind: EndpointKind::Gpu,
+            name: id.to_string(),
+            memory_len,
+            registers_len: 0,
+            granularity: 4096,
+            engines: 1,
+        });
+        let [one, other] = &specs;
+        let wait = |by| match &self.parts.advance {
+            Some(advance) => advance(by),
+            None => self.wait(by),
+        };
+        let prover = Prover {
+            engine: self.engine(),
+            memory: &*self.parts.memory,
+            unit: 64,
+            deadline: Instant::now() + PATIENCE,
+            wait: &wait,
+        };
+        prover.prove(&[Pair { accessor: one, owner: other }, Pair { accessor: other, owner: one }])
     }
 
     fn poll(&self, ends: &mut Vec<Finished>) -> (Option<Duration>, bool) {

@@ -10,7 +10,7 @@ use crate::{EngineError, Finished, JobId, Route, Segments, Work, total_len};
 
 type Case = (&'static str, fn(&Bed));
 
-pub(super) const ALL: [Case; 16] = [
+pub(super) const ALL: [Case; 17] = [
     ("a copy reaches every pair of places", copy_between_places),
     ("segment lists need not match", copy_segment_lists),
     ("a long transfer is cut nowhere", copy_long),
@@ -27,6 +27,7 @@ pub(super) const ALL: [Case; 16] = [
     ("an idle engine has nothing to report", idle),
     ("many threads may submit", many_threads),
     ("random transfers move exactly their bytes", random_transfers),
+    ("two endpoints are proved to be peers", proof),
 ];
 
 const GPU: EndpointId = APERTURES[0].0;
@@ -330,6 +331,11 @@ fn random_transfers(bed: &Bed) {
         };
         ends_well(bed, initiator, &work);
     }
+}
+
+fn proof(bed: &Bed) {
+    assert_eq!(bed.prove(), [Ok(()), Ok(())], "both ways");
+    idle(bed);
 }
 
 /// A list of `len` bytes in one half of the world, without overlap inside it.

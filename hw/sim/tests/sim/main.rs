@@ -6,5 +6,6 @@ mod conformance;
 mod fpga;
 mod oracle;
 mod pieces;
+mod proof;
 mod threads;
 mod timing;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use hw_engine::{
     DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, Raised, Submit, Transfer, Work, total_len,
 };
-use iommu_addr::DomainId;
+use iommu_addr::{DomainId, EndpointId, Segment};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
@@ -42,12 +42,15 @@ pub struct ScriptEngine {
     pub abort_ends: Mutex<bool>,
     pub state: Mutex<State>,
     max_transfer: u64,
+    /// Whoever cannot copy in one hop.
+    pub two_hops: Mutex<Option<EndpointId>>,
 }
 
 impl ScriptEngine {
     pub fn new(inner: Arc<dyn DmaEngine>, max_transfer: u64) -> Arc<Self> {
         let (mode, abort_ends) = (Mutex::new(Mode::Inline), Mutex::new(true));
-        Arc::new(Self { inner, mode, abort_ends, state: Mutex::default(), max_transfer })
+        let (state, two_hops) = Default::default();
+        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, two_hops })
     }
 
     pub fn set(&self, mode: Mode) {
@@ -112,7 +115,12 @@ fn len(work: &Work) -> u64 {
 
 impl DmaEngine for ScriptEngine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: self.max_transfer, queue_depth: 64 }
+        EngineCaps { max_transfer: self.max_transfer, queue_depth: 64, reports_faults: true }
+    }
+
+    fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
+        assert_eq!(total_len(dst), total_len(src), "both sides of the copy");
+        *self.two_hops.lock().unwrap() != Some(initiator)
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

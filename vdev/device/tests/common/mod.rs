@@ -205,7 +205,7 @@ impl Bed {
         let memory = Arc::new(HostMemory::new());
         let gpa = Range::with_len(Gpa(0), RAM_LEN).unwrap();
         memory.replace(&[RamRegion { gpa, file: Arc::new(ram), offset: 0 }]).unwrap();
-        for endpoint in &spec.endpoints {
+        for endpoint in spec.endpoints.iter().filter(|endpoint| endpoint.memory_len > 0) {
             memory.add_aperture(endpoint.id, &file(VRAM), VRAM).unwrap();
         }
         let (inner, engine) = engines(memory.clone());
