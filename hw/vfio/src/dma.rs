@@ -34,7 +34,8 @@ impl DmaMemory {
     /// `len` bytes, whole pages, at bus addresses up to `mask`.
     pub(crate) fn new(host: &dyn MapSink, len: usize, mask: u64) -> Result<Self, VfioError> {
         let pages = Arc::new(Pages::new(len).map_err(|source| VfioError::Start { source })?);
-        let place = Place { address: pages.first.as_ptr().addr() as u64, len: len as u64, hold: pages.clone() };
+        let address = pages.first.as_ptr().addr() as u64;
+        let place = Place { address, len: len as u64, hold: pages.clone(), buffer: None };
         Ok(Self { mapped: host.map(&place, Access::RW, mask)?, pages })
     }
 

@@ -1,24 +1,22 @@
-//! [`VfioEngine`]: a queue of transfers in front of a driver, and the thread that works it off.
+//! [`VfioEngine`]: a driver as an engine, with a queue of transfers in front of it.
 //!
-//! Not here: how a transfer becomes commands (`mover`).
+//! Not here: how a transfer becomes commands (`mover`), the queue and its thread (`queue`).
 
-use std::collections::VecDeque;
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::Arc;
 use std::time::Duration;
 
 use hw_engine::{DmaEngine, EngineCaps, EngineError, Finished, JobId, Memory, Submit, Transfer};
-use iommu_addr::EndpointId;
+use iommu_addr::{EndpointId, Segment};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::drivers::{self, Driver, Kind};
 use crate::host::MapSink;
-use crate::mover::{MAX_TRANSFER, Mover, code};
+use crate::mover::{MAX_TRANSFER, Mover};
+use crate::queue::{Carrier, DEPTH, Queue, ThreadHook, Wake};
+use crate::reach::Reach;
+use crate::watch::FaultWatch;
 use crate::{Function, Shape, VfioError};
 
-/// Transfers that wait or run.
-const DEPTH: usize = 64;
 /// How long a device may end nothing before it is reset.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -48,59 +46,40 @@ impl Slice {
     }
 }
 
-/// Runs first thing in the engine's thread.
-pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;
-
 /// An engine over one function.
 pub struct VfioEngine {
-    shared: Arc<Shared>,
-    shape: Shape,
-    thread: Option<JoinHandle<()>>,
+    queue: Queue<Mover>,
+    reach: Arc<Reach>,
 }
 
-type Wake = Box<dyn Fn() + Send + Sync>;
+impl Carrier for Mover {
+    fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
+        Self::run(self, transfer, go_on)
+    }
 
-#[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
-    /// Something waits, something has ended, or it is over.
-    changed: Condvar,
-    wake: Mutex<Option<Wake>>,
-}
-
-/// What the thread is to do.
-enum Item {
-    Transfer(Transfer),
-    Read(u64, u64, Sender<Result<Vec<u8>, EngineError>>),
-    Write(u64, Vec<u8>, Sender<Result<(), EngineError>>),
-}
-
-#[derive(Default)]
-struct State {
-    waiting: VecDeque<Item>,
-    running: Option<JobId>,
-    /// The running one is to end.
-    abort: bool,
-    ended: Vec<Finished>,
-    over: bool,
+    fn rest(&mut self) {
+        Self::rest(self);
+    }
 }
 
 impl VfioEngine {
-    /// Opens an engine of this kind. The memory of one endpoint may be a slice of the engine's own; all else is in `memory`.
+    /// Opens an engine of this kind behind `host`, which is the function's or one over it. The memory of one endpoint may be a slice of the engine's own;
+    /// all else is in `memory`. `watch` is for an engine that does not report faults itself; without it, what the IOMMU stops seems a success.
     ///
     /// # Errors
     /// When the function is of another kind or does not come up, or when there is no thread for it.
     pub fn open(
         kind: Kind,
         function: Function,
+        host: Arc<dyn MapSink>,
         own: Option<Slice>,
         memory: Arc<dyn Memory>,
+        watch: Option<Box<dyn FaultWatch>>,
         hook: Option<ThreadHook>,
     ) -> Result<Self, VfioError> {
         let interrupt = EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC).map_err(|source| VfioError::Start { source })?;
-        let host = Arc::clone(function.host());
         let driver = drivers::open(kind, function, &interrupt)?;
-        Self::over(driver, host, own, memory, interrupt, hook)
+        Self::over(driver, host, own, memory, watch, interrupt, hook)
     }
 
     /// An engine over a driver that is open, behind `host`; `interrupt` counts when the driver has something to say.
@@ -112,6 +91,7 @@ impl VfioEngine {
         host: Arc<dyn MapSink>,
         own: Option<Slice>,
         memory: Arc<dyn Memory>,
+        watch: Option<Box<dyn FaultWatch>>,
         interrupt: EventFd,
         hook: Option<ThreadHook>,
     ) -> Result<Self, VfioError> {
@@ -121,18 +101,9 @@ impl VfioEngine {
                 what: "has no such slice: it must begin and end with a block of the namespace",
             });
         }
-        let mut mover = Mover::new(driver, host, memory, own, interrupt, PATIENCE)?;
-        let shared = Arc::<Shared>::default();
-        let work = Arc::clone(&shared);
-        let body = move || {
-            if let Some(hook) = hook {
-                hook();
-            }
-            let _alarm = Alarm(&work);
-            work.work_off(&mut mover);
-        };
-        let thread = thread::Builder::new().name("vfio-engine".into()).spawn(body);
-        Ok(Self { shared, shape, thread: Some(thread.map_err(|source| VfioError::Start { source })?) })
+        let reach = Arc::new(Reach { shape, own, memory });
+        let mover = Mover::new(driver, Arc::clone(&reach), host, watch, interrupt, PATIENCE)?;
+        Ok(Self { queue: Queue::start("vfio-engine", mover, hook)?, reach })
     }
 
     /// Reads the memory of the endpoint that is a slice of the engine's own, as its owner sees it. At most 256 KiB; blocks.
@@ -140,10 +111,8 @@ impl VfioEngine {
     /// # Errors
     /// When it is not there, or as the device says.
     pub fn read_own(&self, offset: u64, into: &mut [u8]) -> Result<(), EngineError> {
-        let (sender, answer) = channel();
-        self.shared.put(Item::Read(offset, into.len() as u64, sender));
-        let bytes = answer.recv().unwrap_or(Err(EngineError::Aborted))?;
-        into.copy_from_slice(&bytes);
+        let len = into.len() as u64;
+        into.copy_from_slice(&self.queue.call(move |mover| mover.read(offset, len))?);
         Ok(())
     }
 
@@ -152,177 +121,56 @@ impl VfioEngine {
     /// # Errors
     /// As there.
     pub fn write_own(&self, offset: u64, from: &[u8]) -> Result<(), EngineError> {
-        let (sender, answer) = channel();
-        self.shared.put(Item::Write(offset, from.to_vec(), sender));
-        answer.recv().unwrap_or(Err(EngineError::Aborted))
+        let bytes = from.to_vec();
+        self.queue.call(move |mover| mover.write(offset, &bytes))
+    }
+
+    /// Makes the memory of that endpoint zero, all of it. Blocks.
+    ///
+    /// # Errors
+    /// As the device says.
+    pub fn erase_own(&self) -> Result<(), EngineError> {
+        self.queue.call(Mover::erase)
+    }
+
+    /// The endpoint whose memory is the engine's own.
+    pub(crate) fn own(&self) -> Option<EndpointId> {
+        self.reach.own.map(|own| own.endpoint)
     }
 
     /// What its driver can do.
     pub fn shape(&self) -> Shape {
-        self.shape
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn work_off(&self, mover: &mut Mover) {
-        while let Some(item) = self.next() {
-            let transfer = match item {
-                Item::Transfer(transfer) => transfer,
-                // Whoever asked may have gone.
-                Item::Read(offset, len, answer) => {
-                    let _ = answer.send(mover.read(offset, len));
-                    continue;
-                }
-                Item::Write(offset, bytes, answer) => {
-                    let _ = answer.send(mover.write(offset, &bytes));
-                    continue;
-                }
-            };
-            let (bytes, result) = mover.run(&transfer, &|| !self.lock().abort);
-            let mut state = self.lock();
-            state.running = None;
-            state.ended.push(Finished { job: transfer.job, bytes, result, raised: false });
-            drop(state);
-            self.changed.notify_all();
-            self.tell();
-        }
-    }
-
-    fn put(&self, item: Item) {
-        let mut state = self.lock();
-        if !state.over {
-            state.waiting.push_back(item);
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// The next item; `None` when it is over.
-    fn next(&self) -> Option<Item> {
-        let mut state = self.lock();
-        loop {
-            if state.over {
-                return None;
-            }
-            if let Some(item) = state.waiting.pop_front() {
-                if let Item::Transfer(transfer) = &item {
-                    (state.running, state.abort) = (Some(transfer.job), false);
-                }
-                return Some(item);
-            }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn tell(&self) {
-        if let Some(wake) = &*self.wake.lock().unwrap_or_else(PoisonError::into_inner) {
-            wake();
-        }
-    }
-}
-
-impl State {
-    fn give_up(&mut self, job: JobId, error: EngineError) {
-        self.ended.push(Finished { job, bytes: 0, result: Err(error), raised: false });
-    }
-
-    /// Gives up what waits. What the memory's owner asked for is dropped with its answer's channel, which says so.
-    fn give_up_all(&mut self, error: EngineError) {
-        while let Some(item) = self.waiting.pop_front() {
-            if let Item::Transfer(transfer) = item {
-                self.give_up(transfer.job, error);
-            }
-        }
-    }
-}
-
-/// Ends every transfer if the thread goes by a panic: nobody waits for an engine that nobody works at.
-struct Alarm<'a>(&'a Shared);
-
-impl Drop for Alarm<'_> {
-    fn drop(&mut self) {
-        if !thread::panicking() {
-            return;
-        }
-        let (mut state, error) = (self.0.lock(), EngineError::Device { code: code::LOST });
-        state.over = true;
-        state.give_up_all(error);
-        if let Some(job) = state.running.take() {
-            state.give_up(job, error);
-        }
-        drop(state);
-        self.0.changed.notify_all();
-        self.0.tell();
+        self.reach.shape
     }
 }
 
 impl DmaEngine for VfioEngine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: DEPTH }
+        EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: DEPTH, reports_faults: self.reach.shape.reports_faults }
+    }
+
+    fn in_one_hop(&self, _initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
+        self.reach.in_one_hop(dst, src)
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
-        let mut state = self.shared.lock();
-        if state.over {
-            return Err(EngineError::Device { code: code::LOST });
-        }
-        if state.waiting.len() + usize::from(state.running.is_some()) + state.ended.len() >= DEPTH {
-            return Err(EngineError::Busy);
-        }
-        state.waiting.push_back(Item::Transfer(transfer.clone()));
-        drop(state);
-        self.shared.changed.notify_all();
-        Ok(Submit::Submitted)
+        self.queue.submit(transfer)
     }
 
     fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
-        out.append(&mut self.shared.lock().ended);
+        self.queue.poll(out);
         None
     }
 
     fn abort(&self, job: JobId) {
-        let mut state = self.shared.lock();
-        if state.running == Some(job) {
-            state.abort = true;
-            return;
-        }
-        let is_it = |item: &Item| matches!(item, Item::Transfer(transfer) if transfer.job == job);
-        let Some(at) = state.waiting.iter().position(is_it) else { return };
-        state.waiting.remove(at);
-        state.give_up(job, EngineError::Aborted);
-        drop(state);
-        self.shared.tell();
+        self.queue.abort(job);
     }
 
     fn quiesce(&self, out: &mut Vec<Finished>) {
-        let mut state = self.shared.lock();
-        state.give_up_all(EngineError::Aborted);
-        state.abort = state.running.is_some();
-        while state.running.is_some() {
-            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        out.append(&mut state.ended);
+        self.queue.quiesce(out);
     }
 
     fn on_progress(&self, wake: Wake) {
-        *self.shared.wake.lock().unwrap_or_else(PoisonError::into_inner) = Some(wake);
-    }
-}
-
-impl Drop for VfioEngine {
-    fn drop(&mut self) {
-        let mut state = self.shared.lock();
-        (state.over, state.abort) = (true, true);
-        drop(state);
-        self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("An engine's thread had panicked; transfers may have been lost");
-        }
+        self.queue.on_progress(wake);
     }
 }

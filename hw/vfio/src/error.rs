@@ -13,6 +13,14 @@ pub enum VfioError {
         /// Why.
         source: io::Error,
     },
+    /// The host has no iommufd for us.
+    #[error(
+        "iommufd cannot be used; take a kernel with CONFIG_IOMMUFD and CONFIG_VFIO_DEVICE_CDEV and let this user open /dev/iommu"
+    )]
+    Iommufd {
+        /// Why.
+        source: io::Error,
+    },
     /// The function cannot be opened.
     #[error("Function {address} cannot be opened; bind it, and all of its IOMMU group, to vfio-pci")]
     Open {
@@ -51,7 +59,7 @@ pub enum VfioError {
     },
     /// The IOMMU was not programmed.
     #[error(
-        "The IOMMU does not map {at}; check the limit on locked memory, and the number of mappings (65535 at most)"
+        "The IOMMU does not map {at}; check the limit on locked memory, the number of mappings (65535 at most), and that memory behind a BAR answers"
     )]
     Map {
         /// Which bus addresses.

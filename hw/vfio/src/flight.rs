@@ -98,7 +98,7 @@ impl Flight {
     /// What had moved before an error: what ended well before the first command that did not.
     pub(crate) fn gone(&self, error: EngineError) -> Short {
         let len = |command: &Command| match command {
-            Command::In { len, .. } | Command::Out { len, .. } => *len,
+            Command::In { len, .. } | Command::Out { len, .. } | Command::Zero { len, .. } => *len,
             Command::Flush => 0,
         };
         let done = self.commands.iter().take_while(|(_, _, place)| matches!(place, Place::Done));

@@ -55,13 +55,12 @@ impl Function {
         Ok(function)
     }
 
-    /// The same for one of the host's functions, by its address (`0000:01:00.0`); `container` is the domain's. For a process that has paths.
+    /// The same for one of the host's functions, by its address (`0000:01:00.0`). For a process that has paths.
     ///
     /// # Errors
     /// When it is not there or not ours.
     pub fn open(host: &Arc<Host>, address: &str) -> Result<Self, VfioError> {
-        let device = crate::claim(host.container(), crate::open_group(address)?.as_fd(), address)?;
-        Self::new(host, device, address)
+        Self::new(host, host.open(address)?, address)
     }
 
     /// The domain that it is in.
@@ -120,6 +119,15 @@ impl Function {
     /// When there are no more descriptors.
     pub fn bar_file(&self, bar: u32) -> io::Result<(File, u64)> {
         Ok((self.device.try_clone()?, self.bar(bar).offset))
+    }
+
+    /// Makes a dma-buf of a run of a BAR: what memory of a device is given to an IOMMU by, in a domain of iommufd.
+    ///
+    /// # Errors
+    /// When the kernel makes none, or of no such run.
+    pub fn bar_buffer(&self, bar: u32, area: Area) -> Result<File, VfioError> {
+        let made = ioctls::export(self.device.as_fd(), bar, area);
+        made.map(File::from).map_err(|source| VfioError::MapBar { address: self.address.clone(), bar, source })
     }
 
     /// Maps the registers in a BAR, which must have `len` bytes of them at least.

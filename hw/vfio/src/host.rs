@@ -1,30 +1,54 @@
-//! The IOMMU domain that a tenant's functions share (type1).
+//! The IOMMU domain that a tenant's functions share.
 //!
-//! What is only read is mapped for reading only. The domain is a *container*, which groups of functions join ([`claim`]); who has its descriptor and
-//! those of its functions has all that it takes to drive them.
+//! What is only read is mapped for reading only. The domain is a *container* (type1), which groups of functions join ([`claim`]), or an address space
+//! of iommufd; who has its descriptor and those of its functions has all that it takes to drive them.
 //!
-//! Not here: which memory, and for how long.
+//! Not here: which memory, and for how long; the ways of iommufd (`iommufd`).
 
 use std::any::Any;
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use hw_engine::Place;
+use hw_engine::{Buffer, Place};
 use iommu_addr::{Access, BusAddr, Range};
 
 use crate::bus::{Bus, PAGE};
+use crate::iommufd::Ioas;
 use crate::{VfioError, ioctls};
 
 /// One IOMMU domain, and the bus addresses in it.
 pub struct Host(Arc<Inner>);
 
 struct Inner {
-    container: OwnedFd,
+    domain: Box<dyn Domain>,
     /// `None` until the first function is there: then the kernel knows what its IOMMU can do.
     bus: Mutex<Option<Bus>>,
 }
+
+/// A way that the kernel has of IOMMU domains.
+pub(crate) trait Domain: Send + Sync {
+    /// Opens the host's function with this address, and puts it into the domain. For a process that has paths.
+    fn open(&self, address: &str) -> Result<OwnedFd, VfioError>;
+
+    /// The bus addresses that the domain can map, as first and last; known when a function is in it.
+    fn usable(&self) -> io::Result<Vec<(u64, u64)>>;
+
+    /// Maps whole pages, for no more than `access`.
+    ///
+    /// # Safety
+    /// The memory stays mapped in this process until [`Domain::unmap`] or until the domain is gone, and is only used in ways that allow for a device
+    /// that reads and writes it.
+    unsafe fn map(&self, at: Range<BusAddr>, pages: &Place, access: Access) -> io::Result<()>;
+
+    /// Takes a mapping out: when it returns, no device reaches the memory any more.
+    fn unmap(&self, at: Range<BusAddr>) -> io::Result<()>;
+}
+
+/// A container, as type1 has them.
+struct Container(OwnedFd);
 
 /// Memory as a function sees it, until it is dropped.
 pub struct Mapped {
@@ -43,6 +67,9 @@ pub trait MapSink: Send + Sync {
     /// # Errors
     /// When there are no addresses, or when the IOMMU does not take them.
     fn map(&self, place: &Place, access: Access, mask: u64) -> Result<Mapped, VfioError>;
+
+    /// Lets go of all that nobody has: the engine in front of it has had nothing to do for a while.
+    fn rest(&self) {}
 }
 
 /// What a [`Host`] has mapped.
@@ -51,24 +78,36 @@ struct Mapping {
     at: Range<BusAddr>,
     /// The IOMMU holds it.
     live: bool,
-    _hold: Arc<dyn Any + Send + Sync>,
+    pages: Place,
 }
 
 impl Host {
     /// A domain over a container, which functions may have joined already.
     pub fn new(container: OwnedFd) -> Self {
-        Self(Arc::new(Inner { container, bus: Mutex::new(None) }))
+        Self::of(Container(container))
     }
 
-    pub(crate) fn container(&self) -> BorrowedFd<'_> {
-        self.0.container.as_fd()
+    /// A domain over a new address space of `/dev/iommu` ([`open_iommufd`](crate::open_iommufd)).
+    ///
+    /// # Errors
+    /// When the kernel gives no more of them.
+    pub fn of_iommufd(iommufd: OwnedFd) -> Result<Self, VfioError> {
+        Ok(Self::of(Ioas::new(iommufd)?))
+    }
+
+    fn of(domain: impl Domain + 'static) -> Self {
+        Self(Arc::new(Inner { domain: Box::new(domain), bus: Mutex::new(None) }))
+    }
+
+    pub(crate) fn open(&self, address: &str) -> Result<OwnedFd, VfioError> {
+        self.0.domain.open(address)
     }
 
     /// A function is in the domain: now the kernel knows what its IOMMU can do.
     pub(crate) fn joined(&self) -> Result<(), VfioError> {
         let mut bus = self.0.bus();
         if bus.is_none() {
-            let usable = ioctls::usable(self.0.container.as_fd()).map_err(|source| VfioError::Start { source })?;
+            let usable = self.0.domain.usable().map_err(|source| VfioError::Start { source })?;
             *bus = Some(Bus::new(&usable));
         }
         Ok(())
@@ -84,16 +123,34 @@ pub fn open_container() -> Result<OwnedFd, VfioError> {
     file.map(OwnedFd::from).map_err(|source| VfioError::Container { source })
 }
 
-/// Opens the IOMMU group of the function with this address (`0000:01:00.0`). As long as it is open, nobody else gets it.
+/// Number of the IOMMU group of the function with this address (`0000:01:00.0`).
 ///
 /// # Errors
-/// When there is no such function, when it is not bound to vfio-pci, or when somebody else has its group.
-pub fn open_group(address: &str) -> Result<OwnedFd, VfioError> {
-    let open = |source| VfioError::Open { address: address.to_owned(), source };
-    let group = Path::new("/sys/bus/pci/devices").join(address).join("iommu_group").read_link().map_err(open)?;
-    let number = group.file_name().unwrap_or_default();
-    let file = File::options().read(true).write(true).open(Path::new("/dev/vfio").join(number));
-    file.map(OwnedFd::from).map_err(open)
+/// When there is no such function, or no IOMMU before it.
+pub fn group_of(address: &str) -> Result<u32, VfioError> {
+    let group = Path::new("/sys/bus/pci/devices").join(address).join("iommu_group").read_link();
+    let number = group.and_then(|group| {
+        let name = group.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.parse().map_err(io::Error::other)
+    });
+    number.map_err(|source| VfioError::Open { address: address.to_owned(), source })
+}
+
+/// Opens an IOMMU group, that of the function with this address. As long as it is open, nobody else gets it.
+///
+/// # Errors
+/// When the function is not bound to vfio-pci, or when somebody else has its group.
+pub fn open_group(group: u32, address: &str) -> Result<OwnedFd, VfioError> {
+    let file = File::options().read(true).write(true).open(Path::new("/dev/vfio").join(group.to_string()));
+    file.map(OwnedFd::from).map_err(|source| VfioError::Open { address: address.to_owned(), source })
+}
+
+/// Takes a group out of the container that it is in, if it is in one.
+///
+/// # Errors
+/// When a function of it is still open.
+pub fn leave(group: BorrowedFd<'_>) -> io::Result<()> {
+    ioctls::leave(group)
 }
 
 /// Puts a group into a container and opens its function with this address. Needs nothing but the descriptors.
@@ -106,31 +163,63 @@ pub fn claim(container: BorrowedFd<'_>, group: BorrowedFd<'_>, address: &str) ->
     ioctls::device(group, address).map_err(open)
 }
 
+impl Domain for Container {
+    fn open(&self, address: &str) -> Result<OwnedFd, VfioError> {
+        claim(self.0.as_fd(), open_group(group_of(address)?, address)?.as_fd(), address)
+    }
+
+    fn usable(&self) -> io::Result<Vec<(u64, u64)>> {
+        ioctls::usable(self.0.as_fd())
+    }
+
+    unsafe fn map(&self, at: Range<BusAddr>, pages: &Place, access: Access) -> io::Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { ioctls::map(self.0.as_fd(), at, pages.address, access) }
+    }
+
+    fn unmap(&self, at: Range<BusAddr>) -> io::Result<()> {
+        ioctls::unmap(self.0.as_fd(), at)
+    }
+}
+
 impl Inner {
     fn bus(&self) -> MutexGuard<'_, Option<Bus>> {
         self.bus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl MapSink for Host {
-    fn map(&self, place: &Place, access: Access, mask: u64) -> Result<Mapped, VfioError> {
-        let lead = place.address & (PAGE - 1);
-        let bytes = (lead + place.len).next_multiple_of(PAGE);
+impl Host {
+    /// Addresses as [`MapSink::map`] gives them, at which nothing is.
+    pub(crate) fn reserve(&self, place: &Place, mask: u64) -> Result<Mapped, VfioError> {
+        let (mapping, first) = self.addresses(place, mask)?;
+        Ok(Mapped { first, len: place.len, guard: Box::new(mapping) })
+    }
+
+    fn addresses(&self, place: &Place, mask: u64) -> Result<(Mapping, BusAddr), VfioError> {
+        let pages = pages(place);
+        let bytes = pages.len;
         let at = self.0.bus().as_mut().and_then(|bus| bus.take(bytes, mask));
         let at = at.ok_or(VfioError::Addresses { bytes, mask })?;
-        let mut mapping = Mapping { host: Arc::clone(&self.0), at, live: false, _hold: Arc::clone(&place.hold) };
-        // SAFETY: `_hold` keeps the memory mapped until after it is unmapped from the IOMMU, and whoever has it knows that devices use it.
-        unsafe { ioctls::map(self.0.container.as_fd(), at, place.address - lead, access) }
-            .map_err(|source| VfioError::Map { at, source })?;
+        let first = BusAddr(at.start().0 + (place.address & (PAGE - 1)));
+        Ok((Mapping { host: Arc::clone(&self.0), at, live: false, pages }, first))
+    }
+}
+
+impl MapSink for Host {
+    fn map(&self, place: &Place, access: Access, mask: u64) -> Result<Mapped, VfioError> {
+        let (mut mapping, first) = self.addresses(place, mask)?;
+        let at = mapping.at;
+        // SAFETY: the mapping's `pages` keep the memory mapped until after it is unmapped from the IOMMU, and whoever has it knows that devices use it.
+        unsafe { self.0.domain.map(at, &mapping.pages, access) }.map_err(|source| VfioError::Map { at, source })?;
         mapping.live = true;
-        Ok(Mapped { first: BusAddr(at.start().0 + lead), len: place.len, guard: Box::new(mapping) })
+        Ok(Mapped { first, len: place.len, guard: Box::new(mapping) })
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.live
-            && let Err(source) = ioctls::unmap(self.host.container.as_fd(), self.at)
+            && let Err(source) = self.host.domain.unmap(self.at)
         {
             // The kernel refuses only what was never mapped. Its addresses are not used again.
             return tracing::error!("{:#}", chain(&VfioError::Unmap { at: self.at, source }));
@@ -138,6 +227,18 @@ impl Drop for Mapping {
         if let Some(bus) = self.host.bus().as_mut() {
             bus.give(self.at);
         }
+    }
+}
+
+/// The whole pages around a place. A dma-buf in which they are not whole pages is left out.
+pub(crate) fn pages(place: &Place) -> Place {
+    let lead = place.address & (PAGE - 1);
+    let buffer = place.buffer.as_ref().filter(|buffer| buffer.offset & (PAGE - 1) == lead);
+    Place {
+        address: place.address - lead,
+        len: (lead + place.len).next_multiple_of(PAGE),
+        hold: Arc::clone(&place.hold),
+        buffer: buffer.map(|buffer| Buffer { offset: buffer.offset - lead, ..buffer.clone() }),
     }
 }
 

@@ -18,26 +18,32 @@ use crate::Area;
 /// Room for what a container says of its IOMMU, and for the areas of a region.
 const INFO_WORDS: usize = 512;
 
-/// Numbers of requests, from `VFIO_BASE` on.
+/// Numbers of requests.
 mod number {
-    pub(super) const GET_API_VERSION: u32 = 0;
-    pub(super) const CHECK_EXTENSION: u32 = 1;
-    pub(super) const SET_IOMMU: u32 = 2;
-    pub(super) const GROUP_GET_STATUS: u32 = 3;
-    pub(super) const GROUP_SET_CONTAINER: u32 = 4;
-    pub(super) const GROUP_GET_DEVICE_FD: u32 = 6;
-    pub(super) const DEVICE_GET_INFO: u32 = 7;
-    pub(super) const DEVICE_GET_REGION_INFO: u32 = 8;
-    pub(super) const DEVICE_GET_IRQ_INFO: u32 = 9;
-    pub(super) const DEVICE_SET_IRQS: u32 = 10;
-    pub(super) const DEVICE_RESET: u32 = 11;
-    pub(super) const IOMMU_GET_INFO: u32 = 12;
-    pub(super) const IOMMU_MAP_DMA: u32 = 13;
-    pub(super) const IOMMU_UNMAP_DMA: u32 = 14;
+    use vfio_bindings::bindings::vfio::VFIO_BASE;
+
+    pub(super) const GET_API_VERSION: u32 = VFIO_BASE;
+    pub(super) const CHECK_EXTENSION: u32 = VFIO_BASE + 1;
+    pub(super) const SET_IOMMU: u32 = VFIO_BASE + 2;
+    pub(super) const GROUP_GET_STATUS: u32 = VFIO_BASE + 3;
+    pub(super) const GROUP_SET_CONTAINER: u32 = VFIO_BASE + 4;
+    pub(super) const GROUP_UNSET_CONTAINER: u32 = VFIO_BASE + 5;
+    pub(super) const GROUP_GET_DEVICE_FD: u32 = VFIO_BASE + 6;
+    pub(super) const DEVICE_GET_INFO: u32 = VFIO_BASE + 7;
+    pub(super) const DEVICE_GET_REGION_INFO: u32 = VFIO_BASE + 8;
+    pub(super) const DEVICE_GET_IRQ_INFO: u32 = VFIO_BASE + 9;
+    pub(super) const DEVICE_SET_IRQS: u32 = VFIO_BASE + 10;
+    pub(super) const DEVICE_RESET: u32 = VFIO_BASE + 11;
+    pub(super) const IOMMU_GET_INFO: u32 = VFIO_BASE + 12;
+    pub(super) const IOMMU_MAP_DMA: u32 = VFIO_BASE + 13;
+    pub(super) const IOMMU_UNMAP_DMA: u32 = VFIO_BASE + 14;
+    pub(super) const DEVICE_FEATURE: u32 = VFIO_BASE + 17;
+    pub(super) const DEVICE_BIND_IOMMUFD: u32 = VFIO_BASE + 18;
+    pub(super) const DEVICE_ATTACH_IOMMUFD_PT: u32 = VFIO_BASE + 19;
 }
 
 fn request(number: u32) -> libc::Ioctl {
-    libc::Ioctl::from(u32::from(vfio::VFIO_TYPE) << 8 | (vfio::VFIO_BASE + number))
+    libc::Ioctl::from(u32::from(vfio::VFIO_TYPE) << 8 | number)
 }
 
 fn answer(answer: libc::c_int) -> io::Result<u32> {
@@ -51,12 +57,12 @@ fn plain(fd: BorrowedFd<'_>, number: u32, value: u32) -> io::Result<u32> {
 }
 
 /// A request that takes a structure, which says itself how long it is.
-fn ask<T>(fd: BorrowedFd<'_>, number: u32, structure: &mut T) -> io::Result<u32> {
-    // SAFETY: each caller gives the structure of its request. What makes the kernel use memory later (mapping) asks its own callers to keep it.
+pub(crate) fn ask<T>(fd: BorrowedFd<'_>, number: u32, structure: &mut T) -> io::Result<u32> {
+    // SAFETY: each caller gives the structure of its request, and room for what the kernel writes behind a pointer in it. What makes the kernel use memory later (mapping) asks its own callers to keep it.
     answer(unsafe { libc::ioctl(fd.as_raw_fd(), request(number), &raw mut *structure) })
 }
 
-fn size<T>() -> u32 {
+pub(crate) fn size<T>() -> u32 {
     u32::try_from(size_of::<T>()).unwrap_or(u32::MAX)
 }
 
@@ -67,12 +73,11 @@ pub(crate) fn join(container: BorrowedFd<'_>, group: BorrowedFd<'_>) -> io::Resu
     {
         return Err(io::ErrorKind::Unsupported.into());
     }
-    let mut status = vfio::vfio_group_status { argsz: size::<vfio::vfio_group_status>(), flags: 0 };
-    ask(group, number::GROUP_GET_STATUS, &mut status)?;
-    if status.flags & vfio::VFIO_GROUP_FLAGS_VIABLE == 0 {
+    let status = status(group)?;
+    if status & vfio::VFIO_GROUP_FLAGS_VIABLE == 0 {
         return Err(io::Error::other("other devices of its IOMMU group are in use by the host"));
     }
-    if status.flags & vfio::VFIO_GROUP_FLAGS_CONTAINER_SET == 0 {
+    if status & vfio::VFIO_GROUP_FLAGS_CONTAINER_SET == 0 {
         let mut fd: RawFd = container.as_raw_fd();
         ask(group, number::GROUP_SET_CONTAINER, &mut fd)?;
     }
@@ -83,6 +88,30 @@ pub(crate) fn join(container: BorrowedFd<'_>, group: BorrowedFd<'_>) -> io::Resu
     }
 }
 
+fn status(group: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut status = vfio::vfio_group_status { argsz: size::<vfio::vfio_group_status>(), flags: 0 };
+    ask(group, number::GROUP_GET_STATUS, &mut status)?;
+    Ok(status.flags)
+}
+
+/// A group leaves its container, if it is in one. Refused while a function of it is open.
+pub(crate) fn leave(group: BorrowedFd<'_>) -> io::Result<()> {
+    if status(group)? & vfio::VFIO_GROUP_FLAGS_CONTAINER_SET != 0 {
+        plain(group, number::GROUP_UNSET_CONTAINER, 0)?;
+    }
+    Ok(())
+}
+
+/// Puts a function that was opened by its own file into an address space of an iommufd.
+pub(crate) fn attach(iommufd: BorrowedFd<'_>, ioas: u32, device: BorrowedFd<'_>) -> io::Result<()> {
+    type Bind = vfio::vfio_device_bind_iommufd;
+    type Attach = vfio::vfio_device_attach_iommufd_pt;
+    let mut bind = Bind { argsz: size::<Bind>(), iommufd: iommufd.as_raw_fd(), ..Default::default() };
+    ask(device, number::DEVICE_BIND_IOMMUFD, &mut bind)?;
+    let mut attach = Attach { argsz: size::<Attach>(), pt_id: ioas, ..Default::default() };
+    ask(device, number::DEVICE_ATTACH_IOMMUFD_PT, &mut attach).map(drop)
+}
+
 /// Opens a function of a group that is in a container.
 pub(crate) fn device(group: BorrowedFd<'_>, address: &str) -> io::Result<OwnedFd> {
     let mut name = CString::new(address)?.into_bytes_with_nul();
@@ -90,8 +119,7 @@ pub(crate) fn device(group: BorrowedFd<'_>, address: &str) -> io::Result<OwnedFd
     // SAFETY: the name ends with a zero and outlives the call.
     let fd =
         answer(unsafe { libc::ioctl(group.as_raw_fd(), request(number::GROUP_GET_DEVICE_FD), name.as_mut_ptr()) })?;
-    // SAFETY: the kernel made the descriptor for us, and nobody else has it.
-    Ok(unsafe { OwnedFd::from_raw_fd(RawFd::try_from(fd).map_err(io::Error::other)?) })
+    opened(fd)
 }
 
 /// Whether it is a PCI function that can be reset.
@@ -172,6 +200,34 @@ fn word(info: &[u8], at: usize) -> u32 {
 /// The eight bytes at `at`; 0 beyond the end.
 fn long(info: &[u8], at: usize) -> u64 {
     info.get(at..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u64::from_ne_bytes(*bytes))
+}
+
+/// Makes a dma-buf of a run of a BAR.
+pub(crate) fn export(device: BorrowedFd<'_>, bar: u32, area: Area) -> io::Result<OwnedFd> {
+    /// The head of a feature, what is asked, and one range.
+    #[repr(C)]
+    struct Export {
+        argsz: u32,
+        flags: u32,
+        bar: u32,
+        open_flags: u32,
+        buffer_flags: u32,
+        ranges: u32,
+        start: u64,
+        len: u64,
+    }
+    let flags = vfio::VFIO_DEVICE_FEATURE_GET | vfio::VFIO_DEVICE_FEATURE_DMA_BUF;
+    let open_flags = (libc::O_RDWR | libc::O_CLOEXEC).cast_unsigned();
+    let Area { start, len } = area;
+    let mut export = Export { argsz: size::<Export>(), flags, bar, open_flags, buffer_flags: 0, ranges: 1, start, len };
+    opened(ask(device, number::DEVICE_FEATURE, &mut export)?)
+}
+
+/// The descriptor that a request has answered.
+fn opened(answer: u32) -> io::Result<OwnedFd> {
+    let fd = RawFd::try_from(answer).map_err(io::Error::other)?;
+    // SAFETY: the kernel made the descriptor for us, and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// How many interrupts of a kind there are.

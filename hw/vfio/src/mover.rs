@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hw_engine::{EngineError, Memory, MemoryError, Pair, Pairs, Transfer, Work};
+use hw_engine::{EngineError, MemoryError, Pair, Pairs, Transfer, Work, total_len};
 use iommu_addr::{Access, ApertureOffset, EndpointId, Location, Segment};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
@@ -18,10 +18,15 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::bounce::{self, Bounce};
 use crate::flight::{Commands, Flight, Short};
 use crate::host::{MapSink, chain};
-use crate::{Command, Driver, Shape, Slice, VfioError};
+use crate::reach::{End, Reach};
+use crate::watch::FaultWatch;
+use crate::{Command, Driver, Shape, VfioError};
 
 /// Longest transfer in bytes.
 pub(crate) const MAX_TRANSFER: u64 = 256 << 10;
+
+/// Bytes that are erased at a time.
+const ERASED: u64 = 1 << 30;
 
 /// Codes of [`EngineError::Device`] that are none of the device's.
 pub(crate) mod code {
@@ -33,17 +38,20 @@ pub(crate) mod code {
     pub(crate) const IOMMU: u32 = 0xffff_0003;
     /// It runs no kernels.
     pub(crate) const NO_KERNELS: u32 = 0xffff_0004;
+    /// The IOMMU stopped it, which it did not say itself.
+    pub(crate) const STOPPED: u32 = 0xffff_0005;
+    /// Nobody knows whether the IOMMU stopped it.
+    pub(crate) const UNWATCHED: u32 = 0xffff_0006;
 }
 
 pub(crate) struct Mover {
-    // Before the driver: when its function goes, the domain may go with it.
+    // Both before the driver: when its function goes, the domain may go with it.
     bounce: Bounce,
-    driver: Box<dyn Driver>,
-    pub(crate) shape: Shape,
     host: Arc<dyn MapSink>,
-    memory: Arc<dyn Memory>,
-    /// What the engine's own memory is.
-    own: Option<Slice>,
+    driver: Box<dyn Driver>,
+    reach: Arc<Reach>,
+    /// For a driver that does not report faults.
+    watch: Option<Watch>,
     interrupt: EventFd,
     /// How long the device may be without an end.
     patience: Duration,
@@ -56,37 +64,43 @@ impl Drop for Mover {
     }
 }
 
-/// One end of a piece.
-#[derive(Clone, Copy)]
-enum End {
-    /// Offset in the engine's own memory.
-    Own(u64),
-    Other(Location),
+/// What is known of the IOMMU's faults.
+struct Watch {
+    of: Box<dyn FaultWatch>,
+    /// At the last look.
+    count: u64,
 }
 
 impl Mover {
     pub(crate) fn new(
         driver: Box<dyn Driver>,
+        reach: Arc<Reach>,
         host: Arc<dyn MapSink>,
-        memory: Arc<dyn Memory>,
-        own: Option<Slice>,
+        watch: Option<Box<dyn FaultWatch>>,
         interrupt: EventFd,
         patience: Duration,
     ) -> Result<Self, VfioError> {
-        let shape = driver.shape();
-        let bounce = Bounce::new(&*host, shape.mask)?;
-        Ok(Self { driver, shape, host, memory, own, bounce, interrupt, patience, lost: false })
+        let bounce = Bounce::new(&*host, reach.shape.mask)?;
+        let watch = watch.filter(|_| !reach.shape.reports_faults).map(|of| Watch { of, count: 0 });
+        let mut mover = Self { driver, reach, host, watch, bounce, interrupt, patience, lost: false };
+        // What was before is none of ours. Without an answer nothing will be a success.
+        let _ = mover.stopped();
+        Ok(mover)
     }
 
     /// Carries a transfer out. Answers the bytes moved, and what then went wrong. `go_on` is asked between pieces.
     pub(crate) fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
         let mut bytes = 0;
         let result = match &transfer.work {
-            Work::Copy { src, dst, .. } => Pairs::new(dst, src).try_for_each(|pair| {
-                self.copy(pair, go_on)?;
-                bytes += pair.len;
-                Ok(())
-            }),
+            Work::Copy { src, dst, .. } => match self.straight_throughout(dst, src) {
+                Ok(Some(commands)) => self.carry_out(commands, go_on).map(|()| bytes = total_len(dst)),
+                Ok(None) => Pairs::new(dst, src).try_for_each(|pair| {
+                    self.copy(pair, go_on)?;
+                    bytes += pair.len;
+                    Ok(())
+                }),
+                Err(error) => Err(error.into()),
+            },
             Work::Fill { dst, pattern } => dst.iter().try_for_each(|segment| {
                 let turned = pattern.rotate_right(u32::try_from(bytes % 8 * 8).unwrap_or(0));
                 self.fill(*segment, turned, go_on)?;
@@ -102,20 +116,9 @@ impl Mover {
         }
     }
 
-    /// Where a piece's end is, if all of it is there.
-    fn end(&self, at: Location, len: u64) -> Result<End, EngineError> {
-        let missing = EngineError::Memory(MemoryError { at, len });
-        if let Location::Aperture { endpoint, offset } = at
-            && let Some(own) = self.own.filter(|own| own.endpoint == endpoint)
-        {
-            return own.place(offset.0, len).map(End::Own).ok_or(missing);
-        }
-        let mut done = 0;
-        while done < len {
-            let place = at.checked_add(done).and_then(|at| self.memory.place(at, len - done));
-            done += place.ok_or(missing)?.len;
-        }
-        Ok(End::Other(at))
+    /// Nothing is to be done for a while.
+    pub(crate) fn rest(&mut self) {
+        self.host.rest();
     }
 
     /// Reads the engine's own memory, for its owner.
@@ -130,21 +133,50 @@ impl Mover {
         self.write_own(own, bytes, &|| true).map_err(|short| short.error)
     }
 
+    /// Makes all of it zero.
+    pub(crate) fn erase(&mut self) -> Result<(), EngineError> {
+        let Some(own) = self.reach.own else { return Ok(()) };
+        let mut done = 0;
+        while done < own.len {
+            let len = ERASED.min(own.len - done);
+            self.zero(own.start + done, len, &|| true).map_err(|short| short.error)?;
+            done += len;
+        }
+        self.carry_out(vec![(Command::Flush, None)], &|| true).map_err(|short| short.error)
+    }
+
     fn own_place(&self, offset: u64, len: u64) -> Result<u64, EngineError> {
-        let endpoint = self.own.map_or(EndpointId::local(u16::MAX), |own| own.endpoint);
+        let own = self.reach.own;
+        let endpoint = own.map_or(EndpointId::local(u16::MAX), |own| own.endpoint);
         let at = Location::Aperture { endpoint, offset: ApertureOffset(offset) };
-        let place = self.own.and_then(|own| own.place(offset, len)).filter(|_| len <= MAX_TRANSFER);
+        let place = own.and_then(|own| own.place(offset, len)).filter(|_| len <= MAX_TRANSFER);
         place.ok_or(EngineError::Memory(MemoryError { at, len }))
+    }
+
+    /// Commands for a whole transfer that goes straight between the engine's own memory and others; `None` if some of it does not.
+    fn straight_throughout(&self, dst: &[Segment], src: &[Segment]) -> Result<Option<Commands>, EngineError> {
+        let mut all = Commands::new();
+        for Pair { dst, src, len } in Pairs::new(dst, src) {
+            // What is not there is found piece by piece, so that what comes before it is moved.
+            let commands = match (self.reach.end(dst, len), self.reach.end(src, len)) {
+                (Ok(End::Own(own)), Ok(End::Other(at))) => self.straight(own, at, len, true)?,
+                (Ok(End::Other(at)), Ok(End::Own(own))) => self.straight(own, at, len, false)?,
+                _ => None,
+            };
+            let Some(commands) = commands else { return Ok(None) };
+            all.extend(commands);
+        }
+        Ok(Some(all))
     }
 
     fn copy(&mut self, pair: Pair, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
         let Pair { dst, src, len } = pair;
-        match (self.end(dst, len)?, self.end(src, len)?) {
+        match (self.reach.end(dst, len)?, self.reach.end(src, len)?) {
             (End::Own(own), End::Other(at)) => match self.straight(own, at, len, true)? {
                 Some(commands) => self.carry_out(commands, go_on),
                 None => {
                     let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
-                    self.memory.read(at, &mut bytes)?;
+                    self.reach.memory.read(at, &mut bytes)?;
                     self.write_own(own, &bytes, go_on)
                 }
             },
@@ -152,21 +184,24 @@ impl Mover {
                 Some(commands) => self.carry_out(commands, go_on),
                 None => {
                     let bytes = self.read_own(own, len, go_on)?;
-                    Ok(self.memory.write(at, &bytes)?)
+                    Ok(self.reach.memory.write(at, &bytes)?)
                 }
             },
             (End::Own(to), End::Own(from)) => {
                 let bytes = self.read_own(from, len, go_on)?;
                 self.write_own(to, &bytes, go_on)
             }
-            (End::Other(to), End::Other(from)) if self.shape.is_buffer => self.through_buffer(to, from, len, go_on),
-            (End::Other(to), End::Other(from)) => Ok(self.memory.copy(to, from, len)?),
+            (End::Other(to), End::Other(from)) if self.reach.shape.is_buffer => {
+                self.through_buffer(to, from, len, go_on)
+            }
+            (End::Other(to), End::Other(from)) => Ok(self.reach.memory.copy(to, from, len)?),
         }
     }
 
     fn fill(&mut self, segment: Segment, pattern: u64, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
-        match self.end(segment.at, segment.len)? {
-            End::Other(at) => Ok(self.memory.fill(at, segment.len, pattern)?),
+        match self.reach.end(segment.at, segment.len)? {
+            End::Other(at) => Ok(self.reach.memory.fill(at, segment.len, pattern)?),
+            End::Own(own) if pattern == 0 => self.zero(own, segment.len, go_on),
             End::Own(own) => {
                 let len = usize::try_from(segment.len).unwrap_or(0);
                 let bytes: Vec<u8> = pattern.to_le_bytes().into_iter().cycle().take(len).collect();
@@ -175,8 +210,26 @@ impl Mover {
         }
     }
 
+    /// Makes own memory zero; by the device itself where it can.
+    fn zero(&mut self, own: u64, len: u64, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
+        let Shape { granule, zeroes, .. } = self.reach.shape;
+        let most = zeroes / granule * granule;
+        if most > 0 && own.is_multiple_of(granule) && len.is_multiple_of(granule) {
+            let step = usize::try_from(most).unwrap_or(usize::MAX);
+            let command = |at| (Command::Zero { own: own + at, len: most.min(len - at) }, None);
+            return self.carry_out((0..len).step_by(step).map(command).collect(), go_on);
+        }
+        let mut done = 0;
+        while done < len {
+            let bytes = vec![0; usize::try_from(MAX_TRANSFER.min(len - done)).unwrap_or(0)];
+            self.write_own(own + done, &bytes, go_on).map_err(|short| Short { bytes: done + short.bytes, ..short })?;
+            done += bytes.len() as u64;
+        }
+        Ok(())
+    }
+
     fn flush(&mut self, initiator: EndpointId) -> Result<(), Short> {
-        if self.own.is_some_and(|own| own.endpoint == initiator) {
+        if self.reach.own.is_some_and(|own| own.endpoint == initiator) {
             return self.carry_out(vec![(Command::Flush, None)], &|| true);
         }
         Ok(())
@@ -184,25 +237,18 @@ impl Mover {
 
     /// Commands between the engine's own memory and `at`; `None` if whole blocks and the bus's alignment do not allow it.
     fn straight(&self, own: u64, at: Location, len: u64, is_in: bool) -> Result<Option<Commands>, EngineError> {
-        let shape = &self.shape;
-        if !own.is_multiple_of(shape.granule) || !len.is_multiple_of(shape.granule) {
-            return Ok(None);
-        }
-        let mut commands = Vec::new();
-        let mut done = 0;
-        while done < len {
-            let most = (len - done).min(shape.most);
-            let place = at.checked_add(done).and_then(|at| self.memory.place(at, most));
-            let place = place.ok_or(MemoryError { at, len })?;
-            if !place.len.is_multiple_of(shape.granule) || !place.address.is_multiple_of(shape.alignment) {
-                return Ok(None);
-            }
-            let access = if is_in { Access::READ } else { Access::WRITE };
-            let mapped = self.host.map(&place, access, shape.mask).map_err(|error| unmappable(&error))?;
-            let (own, bus, len) = (own + done, mapped.first, mapped.len);
-            let command = if is_in { Command::In { own, bus, len } } else { Command::Out { own, bus, len } };
-            done += len;
-            commands.push((command, Some(mapped)));
+        let Some(places) = self.reach.straight(own, at, len)? else { return Ok(None) };
+        let access = if is_in { Access::READ } else { Access::WRITE };
+        let mut own = own;
+        let mut commands = Vec::with_capacity(places.len());
+        for place in places {
+            let mapped = self.host.map(&place, access, self.reach.shape.mask).map_err(|error| unmappable(&error))?;
+            let (bus, len) = (mapped.first, mapped.len);
+            commands.push((
+                if is_in { Command::In { own, bus, len } } else { Command::Out { own, bus, len } },
+                Some(mapped),
+            ));
+            own += len;
         }
         Ok(Some(commands))
     }
@@ -215,7 +261,7 @@ impl Mover {
         len: u64,
         go_on: &dyn Fn() -> bool,
     ) -> Result<(), Short> {
-        let step = self.shape.own_len.min(self.shape.most);
+        let step = self.reach.shape.own_len.min(self.reach.shape.most);
         let mut steps: Vec<u64> = (0..len).step_by(usize::try_from(step).unwrap_or(usize::MAX)).collect();
         // Against overlap: towards higher addresses the last bytes go first, and then all of them, as what is moved is counted from the first.
         let (backwards, on) = (is_behind(to, from), || true);
@@ -268,14 +314,14 @@ impl Mover {
     }
 
     fn around(&self, own: u64, len: u64) -> (u64, u64) {
-        let granule = self.shape.granule;
+        let granule = self.reach.shape.granule;
         let first = own / granule * granule;
         (first, (own - first + len).next_multiple_of(granule))
     }
 
     fn bounced(&mut self, own: u64, len: u64, is_in: bool, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
         debug_assert!(len <= bounce::LEN, "a transfer is no longer than this");
-        let most = self.shape.most;
+        let most = self.reach.shape.most;
         let step = usize::try_from(most).unwrap_or(usize::MAX);
         let command = |at: u64| {
             let (own, bus, len) = (own + at, self.bounce.bus(at), most.min(len - at));
@@ -290,7 +336,7 @@ impl Mover {
         if self.lost {
             return Err(EngineError::Device { code: code::LOST }.into());
         }
-        let mut flight = Flight::new(commands, self.shape.depth);
+        let mut flight = Flight::new(commands, self.reach.shape.depth);
         let (mut ended, mut last) = (Vec::new(), Instant::now());
         loop {
             if !go_on() {
@@ -300,7 +346,9 @@ impl Mover {
                 self.driver.start(slot, command);
             }
             if flight.is_over() {
-                return flight.result();
+                // Asked also after an error, so that a fault is counted once.
+                let stopped = self.stopped();
+                return flight.result().and(stopped.map_err(Short::from));
             }
             self.driver.poll(&mut ended);
             if ended.is_empty() {
@@ -309,6 +357,19 @@ impl Mover {
             }
             last = Instant::now();
             ended.drain(..).for_each(|(slot, outcome)| flight.end(slot, outcome));
+        }
+    }
+
+    /// Fails if the IOMMU has stopped the device since the last look, which no device's command says.
+    fn stopped(&mut self) -> Result<(), EngineError> {
+        let Some(watch) = &mut self.watch else { return Ok(()) };
+        match watch.of.count() {
+            Ok(count) if count == watch.count => Ok(()),
+            Ok(count) => {
+                watch.count = count;
+                Err(EngineError::Device { code: code::STOPPED })
+            }
+            Err(_) => Err(EngineError::Device { code: code::UNWATCHED }),
         }
     }
 

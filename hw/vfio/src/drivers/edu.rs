@@ -64,6 +64,7 @@ impl Driver for Edu {
             most: BUFFER_LEN,
             depth: 1,
             mask: MASK,
+            zeroes: 0,
             reports_faults: false,
         }
     }
@@ -74,7 +75,7 @@ impl Driver for Edu {
             Command::In { own, bus: BusAddr(bus), len } => (bus, BUFFER + own, len, 0),
             Command::Out { own, bus: BusAddr(bus), len } => (BUFFER + own, bus, len, OUT),
             // It stores nothing.
-            Command::Flush => return,
+            Command::Zero { .. } | Command::Flush => return,
         };
         self.registers.write64(SOURCE, source);
         self.registers.write64(DESTINATION, destination);

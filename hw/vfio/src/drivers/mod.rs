@@ -30,6 +30,8 @@ pub struct Shape {
     pub depth: usize,
     /// Highest bus address.
     pub mask: u64,
+    /// Most bytes of its own memory that one [`Command::Zero`] takes; 0 if it knows none.
+    pub zeroes: u64,
     /// Whether it says so when the IOMMU stops it.
     pub reports_faults: bool,
 }
@@ -52,6 +54,13 @@ pub enum Command {
         own: u64,
         /// First bus address.
         bus: BusAddr,
+        /// Length in bytes.
+        len: u64,
+    },
+    /// Make its own memory zero.
+    Zero {
+        /// Offset in its own memory.
+        own: u64,
         /// Length in bytes.
         len: u64,
     },

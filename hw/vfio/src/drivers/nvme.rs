@@ -38,6 +38,12 @@ const IDENTIFY: u32 = 0x06;
 const FLUSH: u32 = 0x00;
 const WRITE: u32 = 0x01;
 const READ: u32 = 0x02;
+const WRITE_ZEROES: u32 = 0x08;
+/// ONCS, what the controller can do beyond what each can (Base 2.0, figure 275), and the bit for writing zeroes.
+const OPTIONAL: usize = 520;
+const CAN_WRITE_ZEROES: u32 = 1 << 3;
+/// Most blocks of a command.
+const BLOCKS: u64 = 1 << 16;
 
 /// Entries of each queue; one stays free, so there are fewer commands at a time.
 const ENTRIES: usize = 32;
@@ -91,6 +97,7 @@ pub struct Nvme {
     block: u64,
     blocks: u64,
     most: u64,
+    zeroes: u64,
     /// Slots whose commands are out.
     out: [bool; DEPTH],
 }
@@ -123,6 +130,7 @@ impl Nvme {
             block: 0,
             blocks: 0,
             most: MOST,
+            zeroes: 0,
             out: [false; DEPTH],
         };
         nvme.start_controller()?;
@@ -180,9 +188,9 @@ impl Nvme {
         let mut byte = [0];
         // MDTS: the longest command, as a power of two of the smallest page; 0 is no limit.
         self.memory.read(ANSWER + 77, &mut byte);
-        if byte[0] != 0 {
-            self.most = MOST.min(PAGE.checked_shl(byte[0].into()).unwrap_or(MOST));
-        }
+        let limit = if byte[0] == 0 { u64::MAX } else { PAGE.checked_shl(byte[0].into()).unwrap_or(u64::MAX) };
+        self.most = MOST.min(limit);
+        let can_write_zeroes = self.memory.read32(ANSWER + OPTIONAL) & CAN_WRITE_ZEROES != 0;
         self.ask(0, self.namespace)?;
         // NSZE, then FLBAS and the format that it names: metadata size, and the block's as a power of two.
         let words = [self.memory.read32(ANSWER), self.memory.read32(ANSWER + 4)];
@@ -196,6 +204,7 @@ impl Nvme {
             });
         }
         self.block = 1 << shift;
+        self.zeroes = if can_write_zeroes { limit.min(BLOCKS * self.block) } else { 0 };
         Ok(())
     }
 
@@ -278,6 +287,7 @@ impl Driver for Nvme {
             most: self.most,
             depth: DEPTH,
             mask: u64::MAX,
+            zeroes: self.zeroes,
             reports_faults: false,
         }
     }
@@ -286,15 +296,18 @@ impl Driver for Nvme {
         let (opcode, own, bus, len) = match command {
             Command::In { own, bus, len } => (WRITE, own, bus, len),
             Command::Out { own, bus, len } => (READ, own, bus, len),
+            Command::Zero { own, len } => (WRITE_ZEROES, own, BusAddr(0), len),
             Command::Flush => (FLUSH, 0, BusAddr(0), 0),
         };
         let mut entry: Entry = [0; ENTRY / 4];
         entry[0] = opcode | u32::try_from(slot).unwrap_or(0) << 16;
         entry[1] = self.namespace;
         if len > 0 {
-            let [first, second] = self.pages(slot, bus, len);
-            [entry[6], entry[7]] = halves(first);
-            [entry[8], entry[9]] = halves(second);
+            if opcode != WRITE_ZEROES {
+                let [first, second] = self.pages(slot, bus, len);
+                [entry[6], entry[7]] = halves(first);
+                [entry[8], entry[9]] = halves(second);
+            }
             [entry[10], entry[11]] = halves(BusAddr(own / self.block));
             entry[12] = u32::try_from(len / self.block - 1).unwrap_or(0);
         }

@@ -1,0 +1,102 @@
+//! Flushes that wait: what an initiator started before may be with another engine than the one that is to flush.
+//!
+//! Not here: who carries out what.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use hw_engine::{EngineError, Finished, JobId, Submit, Transfer, Work};
+use iommu_addr::EndpointId;
+
+#[derive(Default)]
+pub(crate) struct Fences(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// What engines have, and whose it is.
+    running: BTreeMap<JobId, EndpointId>,
+    /// Flushes, and what each waits for.
+    held: Vec<(Transfer, BTreeSet<JobId>)>,
+}
+
+impl Fences {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Submits a transfer, or keeps it until its turn.
+    pub(crate) fn submit(
+        &self,
+        transfer: &Transfer,
+        submit: impl FnOnce(&Transfer) -> Result<Submit, EngineError>,
+    ) -> Result<Submit, EngineError> {
+        let mut state = self.lock();
+        if transfer.work == Work::Flush {
+            let mine = state.running.iter().filter(|(_, initiator)| **initiator == transfer.initiator);
+            let before: BTreeSet<JobId> = mine.map(|(job, _)| *job).collect();
+            if !before.is_empty() {
+                state.held.push((transfer.clone(), before));
+                return Ok(Submit::Submitted);
+            }
+        }
+        // Before an engine has it, so that its end is not missed.
+        state.running.insert(transfer.job, transfer.initiator);
+        drop(state);
+        let submitted = submit(transfer);
+        if !matches!(submitted, Ok(Submit::Submitted)) {
+            self.lock().running.remove(&transfer.job);
+        }
+        submitted
+    }
+
+    /// Notes ends, and submits what waited for them. What that ends at once is appended.
+    pub(crate) fn note(
+        &self,
+        ended: &mut Vec<Finished>,
+        from: usize,
+        submit: impl Fn(&Transfer) -> Result<Submit, EngineError>,
+    ) {
+        let mut state = self.lock();
+        for Finished { job, .. } in ended.iter().skip(from) {
+            state.running.remove(job);
+            for (_, before) in &mut state.held {
+                before.remove(job);
+            }
+        }
+        let mut at = 0;
+        while let Some((transfer, before)) = state.held.get(at) {
+            if !before.is_empty() {
+                at += 1;
+                continue;
+            }
+            let (job, initiator) = (transfer.job, transfer.initiator);
+            match submit(transfer) {
+                Ok(Submit::Submitted) => drop(state.running.insert(job, initiator)),
+                Ok(Submit::Executed(finished)) => ended.push(finished),
+                // Its turn comes with the next end.
+                Err(EngineError::Busy) => {
+                    at += 1;
+                    continue;
+                }
+                Err(error) => ended.push(Finished { job, bytes: 0, result: Err(error), raised: false }),
+            }
+            state.held.remove(at);
+        }
+    }
+
+    /// Gives up a flush that waits, and answers its end; `None` if there is no such.
+    pub(crate) fn give_up(&self, job: JobId) -> Option<Finished> {
+        let mut state = self.lock();
+        let at = state.held.iter().position(|(transfer, _)| transfer.job == job)?;
+        state.held.remove(at);
+        Some(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false })
+    }
+
+    /// Gives up all of them; nothing runs any more.
+    pub(crate) fn give_up_all(&self, ended: &mut Vec<Finished>) {
+        let mut state = self.lock();
+        state.running.clear();
+        let held = state.held.drain(..).map(|(transfer, _)| transfer.job);
+        ended.extend(held.map(|job| Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false }));
+    }
+}

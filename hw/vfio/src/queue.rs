@@ -1,0 +1,268 @@
+//! A queue of transfers, and the thread that carries them out one after another.
+//!
+//! Not here: how a transfer is carried out.
+
+use std::collections::VecDeque;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use hw_engine::{EngineError, Finished, JobId, Submit, Transfer};
+
+use crate::VfioError;
+use crate::mover::code;
+
+/// Transfers that wait or run.
+pub(crate) const DEPTH: usize = 64;
+
+/// How long there is nothing to do before a carrier is told so.
+const REST: Duration = Duration::from_secs(1);
+
+/// Runs first thing in the thread of an engine.
+pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;
+
+pub(crate) type Wake = Box<dyn Fn() + Send + Sync>;
+
+/// Carries transfers out.
+pub(crate) trait Carrier: Send + 'static {
+    /// Answers the bytes moved, and what then went wrong. `go_on` is asked now and then.
+    fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>);
+
+    /// There has been nothing to do for a second.
+    fn rest(&mut self) {}
+}
+
+pub(crate) struct Queue<C> {
+    shared: Arc<Shared<C>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared<C> {
+    state: Mutex<State<C>>,
+    /// Something waits, something has ended, or it is over.
+    changed: Condvar,
+    wake: Mutex<Option<Wake>>,
+}
+
+/// What the thread is to do.
+enum Item<C> {
+    Transfer(Transfer),
+    Call(Box<dyn FnOnce(&mut C) + Send>),
+}
+
+/// What comes next.
+enum Next<C> {
+    Item(Item<C>),
+    Rest,
+    Over,
+}
+
+struct State<C> {
+    waiting: VecDeque<Item<C>>,
+    running: Option<JobId>,
+    /// The running one is to end.
+    abort: bool,
+    ended: Vec<Finished>,
+    over: bool,
+}
+
+impl<C: Carrier> Queue<C> {
+    /// Starts the thread.
+    pub(crate) fn start(name: &str, mut carrier: C, hook: Option<ThreadHook>) -> Result<Self, VfioError> {
+        let state = State { waiting: VecDeque::new(), running: None, abort: false, ended: Vec::new(), over: false };
+        let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), wake: Mutex::new(None) });
+        let work = Arc::clone(&shared);
+        let body = move || {
+            if let Some(hook) = hook {
+                hook();
+            }
+            let _alarm = Alarm(&*work);
+            work.work_off(&mut carrier);
+        };
+        let thread = thread::Builder::new().name(name.into()).spawn(body);
+        Ok(Self { shared, thread: Some(thread.map_err(|source| VfioError::Start { source })?) })
+    }
+
+    /// Has the thread do something between transfers, and waits for the answer.
+    pub(crate) fn call<T: Send + 'static>(
+        &self,
+        what: impl FnOnce(&mut C) -> Result<T, EngineError> + Send + 'static,
+    ) -> Result<T, EngineError> {
+        let (sender, answer) = channel();
+        // Whoever asked may have gone.
+        self.shared.put(Item::Call(Box::new(move |carrier| drop(sender.send(what(carrier))))));
+        answer.recv().unwrap_or(Err(EngineError::Aborted))
+    }
+
+    pub(crate) fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
+        let mut state = self.shared.lock();
+        if state.over {
+            return Err(EngineError::Device { code: code::LOST });
+        }
+        if state.waiting.len() + usize::from(state.running.is_some()) + state.ended.len() >= DEPTH {
+            return Err(EngineError::Busy);
+        }
+        state.waiting.push_back(Item::Transfer(transfer.clone()));
+        drop(state);
+        self.shared.changed.notify_all();
+        Ok(Submit::Submitted)
+    }
+
+    pub(crate) fn poll(&self, out: &mut Vec<Finished>) {
+        out.append(&mut self.shared.lock().ended);
+    }
+
+    pub(crate) fn abort(&self, job: JobId) {
+        let mut state = self.shared.lock();
+        if state.running == Some(job) {
+            state.abort = true;
+            return;
+        }
+        let is_it = |item: &Item<C>| matches!(item, Item::Transfer(transfer) if transfer.job == job);
+        let Some(at) = state.waiting.iter().position(is_it) else { return };
+        state.waiting.remove(at);
+        state.give_up(job, EngineError::Aborted);
+        drop(state);
+        self.shared.tell();
+    }
+
+    pub(crate) fn quiesce(&self, out: &mut Vec<Finished>) {
+        let mut state = self.shared.lock();
+        state.give_up_all(EngineError::Aborted);
+        state.abort = state.running.is_some();
+        while state.running.is_some() {
+            state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        out.append(&mut state.ended);
+    }
+
+    pub(crate) fn on_progress(&self, wake: Wake) {
+        *self.shared.wake.lock().unwrap_or_else(PoisonError::into_inner) = Some(wake);
+    }
+}
+
+impl<C> Shared<C> {
+    fn lock(&self) -> MutexGuard<'_, State<C>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work_off(&self, carrier: &mut C)
+    where
+        C: Carrier,
+    {
+        let mut rested = true;
+        loop {
+            let next = self.next(rested);
+            rested = matches!(next, Next::Rest);
+            let transfer = match next {
+                Next::Over => return,
+                Next::Rest => {
+                    carrier.rest();
+                    continue;
+                }
+                Next::Item(Item::Transfer(transfer)) => transfer,
+                Next::Item(Item::Call(what)) => {
+                    what(carrier);
+                    continue;
+                }
+            };
+            let (bytes, result) = carrier.run(&transfer, &|| !self.lock().abort);
+            let mut state = self.lock();
+            state.running = None;
+            state.ended.push(Finished { job: transfer.job, bytes, result, raised: false });
+            drop(state);
+            self.changed.notify_all();
+            self.tell();
+        }
+    }
+
+    fn put(&self, item: Item<C>) {
+        let mut state = self.lock();
+        if !state.over {
+            state.waiting.push_back(item);
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Waits for what comes next, which is no second rest in a row.
+    fn next(&self, rested: bool) -> Next<C> {
+        let mut state = self.lock();
+        loop {
+            if state.over {
+                return Next::Over;
+            }
+            if let Some(item) = state.waiting.pop_front() {
+                if let Item::Transfer(transfer) = &item {
+                    (state.running, state.abort) = (Some(transfer.job), false);
+                }
+                return Next::Item(item);
+            }
+            if rested {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let waited = self.changed.wait_timeout(state, REST).unwrap_or_else(PoisonError::into_inner);
+            state = waited.0;
+            if waited.1.timed_out() && state.waiting.is_empty() && !state.over {
+                return Next::Rest;
+            }
+        }
+    }
+
+    fn tell(&self) {
+        if let Some(wake) = &*self.wake.lock().unwrap_or_else(PoisonError::into_inner) {
+            wake();
+        }
+    }
+}
+
+impl<C> State<C> {
+    fn give_up(&mut self, job: JobId, error: EngineError) {
+        self.ended.push(Finished { job, bytes: 0, result: Err(error), raised: false });
+    }
+
+    /// Gives up what waits. A call is dropped with its answer's channel, which says so.
+    fn give_up_all(&mut self, error: EngineError) {
+        while let Some(item) = self.waiting.pop_front() {
+            if let Item::Transfer(transfer) = item {
+                self.give_up(transfer.job, error);
+            }
+        }
+    }
+}
+
+/// Ends every transfer if the thread goes by a panic: nobody waits for an engine that nobody works at.
+struct Alarm<'a, C>(&'a Shared<C>);
+
+impl<C> Drop for Alarm<'_, C> {
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            return;
+        }
+        let (mut state, error) = (self.0.lock(), EngineError::Device { code: code::LOST });
+        state.over = true;
+        state.give_up_all(error);
+        if let Some(job) = state.running.take() {
+            state.give_up(job, error);
+        }
+        drop(state);
+        self.0.changed.notify_all();
+        self.0.tell();
+    }
+}
+
+impl<C> Drop for Queue<C> {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        (state.over, state.abort) = (true, true);
+        drop(state);
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("An engine's thread had panicked; transfers may have been lost");
+        }
+    }
+}
