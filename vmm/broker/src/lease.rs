@@ -16,12 +16,16 @@ use crate::{MemoryFile, SharedError};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ToBroker {
-    /// The host's devices, in place of those known so far. Leases stay.
+    /// The host's devices, in place of those known so far. Leases stay. Comes with one descriptor a group, and before them one of the kernel's log if
+    /// there are any.
     Devices {
         /// All of them.
         devices: Vec<BrokerDevice>,
+        /// The IOMMU groups that the functions among them are in, in the order of their descriptors.
+        groups: Vec<u32>,
     },
-    /// Give a tenant its slices for a session; its lease before ends. Answered by [`FromBroker::Leased`] or [`FromBroker::Refused`].
+    /// Give a tenant its slices for a session; its lease before ends, and with it whatever the descriptors of its functions were good for. Comes with a
+    /// container that nothing is in, if there are functions. Answered by [`FromBroker::Leased`] or [`FromBroker::Refused`].
     Lease(Lease),
     /// A worker holds these since before this broker was started: count them, make nothing.
     Adopt(Lease),
@@ -38,14 +42,14 @@ pub enum ToBroker {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum FromBroker {
-    /// To [`ToBroker::Lease`], with one memory file a slice, in the slices' order.
+    /// To [`ToBroker::Lease`], with the descriptors that a set-up has of slices and functions.
     Leased {
         /// Whose.
         tenant: String,
         /// For which session.
         session: u32,
-        /// How many files come with it.
-        slices: usize,
+        /// How many descriptors come with it.
+        fds: usize,
     },
     /// To [`ToBroker::Lease`].
     Refused {
@@ -66,6 +70,18 @@ pub struct BrokerDevice {
     pub name: String,
     /// Memory in bytes.
     pub memory: u64,
+    /// `None` for a simulated one.
+    pub function: Option<BrokerFunction>,
+}
+
+/// A PCI function.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BrokerFunction {
+    /// Its PCI address.
+    pub address: String,
+    /// Its IOMMU group.
+    pub group: u32,
 }
 
 /// One tenant's slices for one session.
@@ -78,6 +94,8 @@ pub struct Lease {
     pub session: u32,
     /// In the order of the tenant's endpoints.
     pub slices: Vec<LeaseSlice>,
+    /// A container comes with it.
+    pub container: bool,
 }
 
 /// A slice of a device.
@@ -93,10 +111,15 @@ pub struct LeaseSlice {
 }
 
 impl Message for ToBroker {
-    const HAS_FDS: bool = false;
+    const HAS_FDS: bool = true;
 
     fn fds(&self) -> usize {
-        0
+        match self {
+            Self::Devices { groups, .. } if groups.is_empty() => 0,
+            Self::Devices { groups, .. } => groups.len().saturating_add(1),
+            Self::Lease(lease) => usize::from(lease.container),
+            Self::Adopt(_) | Self::Release { .. } | Self::Shutdown {} => 0,
+        }
     }
 }
 
@@ -105,7 +128,7 @@ impl Message for FromBroker {
 
     fn fds(&self) -> usize {
         match self {
-            Self::Leased { slices, .. } => *slices,
+            Self::Leased { fds, .. } => *fds,
             Self::Refused { .. } => 0,
         }
     }
@@ -140,6 +163,18 @@ pub enum LeaseError {
         /// What this lease needs of it.
         wanted: u64,
     },
+    /// Somebody else has the function, or another one that could reach into it.
+    #[error(
+        "Device {device:?} is in IOMMU group {group}, which tenant {holder:?} has; a group is one tenant's as a whole"
+    )]
+    Group {
+        /// Which.
+        device: String,
+        /// Its group.
+        group: u32,
+        /// Who has it.
+        holder: String,
+    },
     /// The host gave no memory.
     #[error("Cannot make the memory of slice {slice:?}")]
     Create {
@@ -153,7 +188,7 @@ pub enum LeaseError {
 /// Every lease of the host.
 #[derive(Debug, Default)]
 pub struct Leases {
-    devices: BTreeMap<String, u64>,
+    devices: BTreeMap<String, BrokerDevice>,
     held: BTreeMap<String, Held>,
 }
 
@@ -161,33 +196,63 @@ pub struct Leases {
 struct Held {
     lease: Lease,
     files: Vec<MemoryFile>,
+    functions: Vec<BrokerFunction>,
+}
+
+/// A lease that was given.
+#[derive(Debug)]
+pub struct Granted<'a> {
+    /// A file for each slice of a simulated device.
+    pub files: &'a [MemoryFile],
+    /// The functions of the others, each once, in the slices' order.
+    pub functions: &'a [BrokerFunction],
+    /// The files of the lease that ended with it, which nobody uses any more and which are to be scrubbed.
+    pub old: Vec<MemoryFile>,
 }
 
 impl Leases {
     /// Takes the devices of the host, in place of those known so far.
     pub fn set_devices(&mut self, devices: Vec<BrokerDevice>) {
-        self.devices = devices.into_iter().map(|device| (device.name, device.memory)).collect();
+        self.devices = devices.into_iter().map(|device| (device.name.clone(), device)).collect();
     }
 
-    /// Gives a lease. Answers its files, and those of the lease that ended with it, which nobody uses any more and which are to be scrubbed.
+    /// Gives a lease.
     ///
     /// # Errors
     /// See [`LeaseError`]; the tenant's lease before then goes on.
-    pub fn lease(&mut self, lease: Lease) -> Result<(&[MemoryFile], Vec<MemoryFile>), LeaseError> {
+    pub fn lease(&mut self, lease: Lease) -> Result<Granted<'_>, LeaseError> {
         self.check(&lease)?;
+        let is_simulated = |slice: &&LeaseSlice| self.function(&slice.device).is_none();
         let make = |slice: &LeaseSlice| {
             MemoryFile::create(&format!("peergate-{}-{}", lease.tenant, slice.name), slice.memory)
                 .map_err(|source| LeaseError::Create { slice: slice.name.clone(), source })
         };
-        let files = lease.slices.iter().map(make).collect::<Result<Vec<_>, _>>()?;
+        let files = lease.slices.iter().filter(is_simulated).map(make).collect::<Result<Vec<_>, _>>()?;
         let old = self.release(&lease.tenant);
-        let held = self.held.entry(lease.tenant.clone()).or_insert(Held { lease, files });
-        Ok((&held.files, old))
+        let functions = self.functions(&lease);
+        let held = self.held.entry(lease.tenant.clone()).or_insert(Held { lease, files, functions });
+        Ok(Granted { files: &held.files, functions: &held.functions, old })
+    }
+
+    fn function(&self, device: &str) -> Option<&BrokerFunction> {
+        self.devices.get(device)?.function.as_ref()
+    }
+
+    /// The functions that a lease is about, each once.
+    fn functions(&self, lease: &Lease) -> Vec<BrokerFunction> {
+        let mut functions: Vec<BrokerFunction> = Vec::new();
+        for function in lease.slices.iter().filter_map(|slice| self.function(&slice.device)) {
+            if functions.iter().all(|known| known.address != function.address) {
+                functions.push(function.clone());
+            }
+        }
+        functions
     }
 
     /// Counts a lease that an earlier broker gave. What does not fit is counted too: its worker has it.
     pub fn adopt(&mut self, lease: Lease) {
-        self.held.insert(lease.tenant.clone(), Held { lease, files: Vec::new() });
+        let functions = self.functions(&lease);
+        self.held.insert(lease.tenant.clone(), Held { lease, files: Vec::new(), functions });
     }
 
     /// Ends a tenant's lease, and hands back its files.
@@ -204,8 +269,15 @@ impl Leases {
         for slice in &lease.slices {
             let device = &slice.device;
             let unknown = || LeaseError::UnknownDevice { device: device.clone() };
-            let memory = *self.devices.get(device).ok_or_else(unknown)?;
+            let memory = self.devices.get(device).ok_or_else(unknown)?.memory;
             let others = self.held.iter().filter(|(tenant, _)| **tenant != lease.tenant);
+            if let Some(BrokerFunction { group, .. }) = self.function(device) {
+                let has = |held: &Held| held.functions.iter().any(|function| function.group == *group);
+                if let Some((holder, _)) = others.clone().find(|(_, held)| has(held)) {
+                    let (device, holder) = (device.clone(), holder.clone());
+                    return Err(LeaseError::Group { device, group: *group, holder });
+                }
+            }
             let held = others.fold(0_u64, |sum, (_, held)| sum.saturating_add(held.lease.on(device)));
             let wanted = lease.on(device);
             if held.saturating_add(wanted) > memory {
@@ -237,8 +309,15 @@ mod tests {
 
     fn leases() -> Leases {
         let mut leases = Leases::default();
-        let device = |name: &str, pages: u64| BrokerDevice { name: name.into(), memory: pages * PAGE };
-        leases.set_devices(vec![device("gpu0", 4), device("fpga0", 2)]);
+        let device = |name: &str, pages: u64, function: Option<(&str, u32)>| BrokerDevice {
+            name: name.into(),
+            memory: pages * PAGE,
+            function: function.map(|(address, group)| BrokerFunction { address: address.into(), group }),
+        };
+        let functions = [("ssd0", Some(("0000:01:00.0", 7))), ("cmb0", Some(("0000:01:00.0", 7)))];
+        let functions = functions.into_iter().chain([("mem0", Some(("0000:01:00.1", 7)))]);
+        let simulated = [device("gpu0", 4, None), device("fpga0", 2, None)];
+        leases.set_devices(simulated.into_iter().chain(functions.map(|(name, of)| device(name, 8, of))).collect());
         leases
     }
 
@@ -248,17 +327,17 @@ mod tests {
             device: device.to_owned(),
             memory: pages * PAGE,
         };
-        Lease { tenant: tenant.into(), session, slices: slices.iter().map(slice).collect() }
+        Lease { tenant: tenant.into(), session, slices: slices.iter().map(slice).collect(), container: false }
     }
 
     #[test]
     fn the_next_session_gets_other_memory_and_the_old_one_is_handed_back() {
         let mut leases = leases();
-        let (files, old) = leases.lease(lease("a", 1, &[("gpu0", 2), ("fpga0", 1)])).unwrap();
+        let Granted { files, old, .. } = leases.lease(lease("a", 1, &[("gpu0", 2), ("fpga0", 1)])).unwrap();
         assert_eq!((files.len(), old.len()), (2, 0));
         assert_eq!(pwrite(&files[0], b"secret", 0).unwrap(), 6);
         let inode = fstat(&files[0]).unwrap().st_ino;
-        let (files, old) = leases.lease(lease("a", 2, &[("gpu0", 2), ("fpga0", 1)])).unwrap();
+        let Granted { files, old, .. } = leases.lease(lease("a", 2, &[("gpu0", 2), ("fpga0", 1)])).unwrap();
         let mut read = [0xff; 6];
         pread(&files[0], &mut read, 0).unwrap();
         assert_eq!(read, [0; 6]);
@@ -302,8 +381,27 @@ mod tests {
         let mut leases = leases();
         leases.adopt(lease("a", 3, &[("gpu0", 4)]));
         assert!(matches!(leases.lease(lease("b", 1, &[("gpu0", 1)])), Err(LeaseError::Memory { .. })));
-        let (files, old) = leases.lease(lease("a", 4, &[("gpu0", 1)])).unwrap();
+        let Granted { files, old, .. } = leases.lease(lease("a", 4, &[("gpu0", 1)])).unwrap();
         assert_eq!((files.len(), old.len()), (1, 0));
         leases.lease(lease("b", 1, &[("gpu0", 3)])).unwrap();
+    }
+
+    #[test]
+    fn a_group_is_one_tenants_as_a_whole_and_its_functions_come_once_each() {
+        let mut leases = leases();
+        let granted = leases.lease(lease("a", 1, &[("ssd0", 4), ("gpu0", 1), ("cmb0", 4)])).unwrap();
+        assert_eq!(granted.files.len(), 1);
+        let functions: Vec<_> = granted.functions.iter().map(|function| function.address.as_str()).collect();
+        assert_eq!(functions, ["0000:01:00.0"]);
+        // Not even another function of it, of which nobody has a byte.
+        let error = leases.lease(lease("b", 1, &[("mem0", 1)])).unwrap_err();
+        assert!(matches!(&error, LeaseError::Group { group: 7, holder, .. } if holder == "a"), "{error}");
+        leases.lease(lease("a", 2, &[("mem0", 1)])).unwrap();
+        leases.release("a");
+        assert_eq!(leases.lease(lease("b", 1, &[("mem0", 1)])).unwrap().functions.len(), 1);
+        // One that an earlier broker gave counts, too.
+        leases.release("b");
+        leases.adopt(lease("b", 5, &[("mem0", 1)]));
+        assert!(matches!(leases.lease(lease("a", 3, &[("ssd0", 1)])), Err(LeaseError::Group { .. })));
     }
 }

@@ -90,6 +90,20 @@ pub struct Endpoint {
     pub engines: u16,
     /// The device's link.
     pub link: u16,
+    /// The part of a PCI function that it is; `None` for a simulated device.
+    pub function: Option<Function>,
+}
+
+/// A part of a PCI function of the host. The function belongs to one tenant as a whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Function {
+    /// Its PCI address, such as `0000:01:00.0`.
+    pub address: String,
+    /// Of an NVMe controller the namespace, of memory the BAR; else 0.
+    pub part: u32,
+    /// So many bytes at the end of the slice are never mapped in the IOMMU: an operator's test.
+    pub unmapped: u64,
 }
 
 /// What kind of device an endpoint is a slice of.
@@ -100,14 +114,26 @@ pub enum EndpointKind {
     Gpu,
     /// An FPGA.
     Fpga,
+    /// A namespace of an NVMe controller.
+    Nvme,
+    /// Memory behind a BAR.
+    Memory,
+    /// QEMU's `edu`: a DMA engine and no memory.
+    Edu,
 }
 
 impl EndpointKind {
+    /// Every kind.
+    pub const ALL: [Self; 5] = [Self::Gpu, Self::Fpga, Self::Nvme, Self::Memory, Self::Edu];
+
     /// Name for the operator.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Gpu => "gpu",
             Self::Fpga => "fpga",
+            Self::Nvme => "nvme",
+            Self::Memory => "memory",
+            Self::Edu => "edu",
         }
     }
 }
@@ -190,8 +216,50 @@ pub struct SetupFds {
     pub ledger: OwnedFd,
     /// The journal of the tenant's queues.
     pub journal: OwnedFd,
-    /// One memory file an endpoint.
+    /// One memory file for each endpoint of a simulated device.
     pub slices: Vec<OwnedFd>,
+    /// What the endpoints of PCI functions need, if there are any.
+    pub functions: Option<FunctionFds>,
+}
+
+/// The descriptors of a tenant's PCI functions.
+#[derive(Debug)]
+pub struct FunctionFds {
+    /// The IOMMU domain that they are in.
+    pub container: OwnedFd,
+    /// Each function, in the order of [`Setup::functions`], and where to ask whether the IOMMU has stopped it.
+    pub functions: Vec<(OwnedFd, OwnedFd)>,
+}
+
+impl Setup {
+    /// The addresses of the tenant's PCI functions, each once, in the order of the endpoints that first name them.
+    pub fn functions(&self) -> Vec<&str> {
+        distinct(self.endpoints.iter().filter_map(|endpoint| endpoint.function.as_ref()).map(|of| of.address.as_str()))
+    }
+
+    fn simulated(&self) -> usize {
+        self.endpoints.iter().filter(|endpoint| endpoint.function.is_none()).count()
+    }
+
+    fn function_fds(&self) -> usize {
+        function_fds(self.functions().len())
+    }
+}
+
+/// Each once, in the order in which they first come.
+pub(crate) fn distinct<'a>(addresses: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut distinct = Vec::new();
+    for address in addresses {
+        if !distinct.contains(&address) {
+            distinct.push(address);
+        }
+    }
+    distinct
+}
+
+/// How many descriptors come with so many functions: the container, and two for each.
+pub(crate) fn function_fds(functions: usize) -> usize {
+    if functions == 0 { 0 } else { 1 + 2 * functions }
 }
 
 /// Descriptors that do not fit the message.
@@ -210,11 +278,16 @@ const FIXED_FDS: usize = 4;
 impl SetupFds {
     /// Sorts the descriptors of a received set-up; the order is that of the fields.
     pub fn sort(setup: &Setup, fds: Vec<OwnedFd>) -> Result<Self, WrongFds> {
-        let (wanted, actual) = (FIXED_FDS + setup.endpoints.len(), fds.len());
+        let (wanted, actual) = (FIXED_FDS + setup.simulated() + setup.function_fds(), fds.len());
         let mut fds = fds.into_iter();
         match (fds.next(), fds.next(), fds.next(), fds.next()) {
             (Some(listener), Some(page), Some(ledger), Some(journal)) if wanted == actual => {
-                Ok(Self { listener, page, ledger, journal, slices: fds.collect() })
+                let slices = fds.by_ref().take(setup.simulated()).collect();
+                let functions = fds.next().map(|container| {
+                    let functions = std::iter::from_fn(|| Some((fds.next()?, fds.next()?))).collect();
+                    FunctionFds { container, functions }
+                });
+                Ok(Self { listener, page, ledger, journal, slices, functions })
             }
             _ => Err(WrongFds { wanted, actual }),
         }
@@ -226,7 +299,7 @@ impl Message for ToWorker {
 
     fn fds(&self) -> usize {
         match self {
-            Self::Setup(setup) => FIXED_FDS + setup.endpoints.len(),
+            Self::Setup(setup) => FIXED_FDS + setup.simulated() + setup.function_fds(),
             Self::Limits(_) | Self::Drain { .. } | Self::Resume {} | Self::MakeRoom {} | Self::Shutdown {} => 0,
         }
     }

@@ -3,19 +3,25 @@
 
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use proptest::prelude::*;
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vmm_broker::{
-    Channel, ChannelError, Endpoint, EndpointKind, FromKeeper, KeeperSetup, Limits, Link, MAX_FDS, MAX_PAYLOAD, Setup,
-    SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker, UnsealedMemory,
+    Channel, ChannelError, Endpoint, EndpointKind, FromKeeper, Function, KeeperSetup, Limits, Link, MAX_FDS,
+    MAX_PAYLOAD, Setup, SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker, UnsealedMemory,
 };
 
 fn setup(endpoints: usize) -> Setup {
-    let endpoint =
-        |n| Endpoint { name: format!("gpu{n}"), kind: EndpointKind::Gpu, memory_len: 1 << 20, engines: 2, link: 0 };
+    let endpoint = |n| Endpoint {
+        name: format!("gpu{n}"),
+        kind: EndpointKind::Gpu,
+        memory_len: 1 << 20,
+        engines: 2,
+        link: 0,
+        function: None,
+    };
     Setup {
         tenant: "vm0".into(),
         session: 3,
@@ -61,6 +67,26 @@ fn a_setup_arrives_with_its_descriptors_in_order_and_close_on_exec() {
     let mut byte = [0];
     kept.read_exact(&mut byte).unwrap();
     assert_eq!(&byte, b"x");
+}
+
+#[test]
+fn functions_have_a_container_and_two_descriptors_each_behind_the_memory_files() {
+    let of = |address: &str, part| Some(Function { address: address.into(), part, unmapped: 0 });
+    let mut setup = setup(5);
+    // Two parts of one function, and another function, with simulated slices between.
+    (setup.endpoints[0].function, setup.endpoints[2].function) = (of("0000:01:00.0", 1), of("0000:02:00.0", 2));
+    setup.endpoints[3].function = of("0000:01:00.0", 2);
+    assert_eq!(setup.functions(), ["0000:01:00.0", "0000:02:00.0"]);
+    let fds: Vec<_> = (0..4 + 2 + 1 + 4).map(|_| null()).collect();
+    let raw: Vec<_> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let sorted = SetupFds::sort(&setup, fds).unwrap();
+    assert_eq!(sorted.slices.iter().map(AsRawFd::as_raw_fd).collect::<Vec<_>>(), raw[4..6]);
+    let functions = sorted.functions.unwrap();
+    assert_eq!(functions.container.as_raw_fd(), raw[6]);
+    let pairs: Vec<_> = functions.functions.iter().flat_map(|(device, watch)| [device, watch]).collect();
+    assert_eq!(pairs.iter().map(|fd| fd.as_raw_fd()).collect::<Vec<_>>(), raw[7..]);
+    assert!(SetupFds::sort(&setup, (0..10).map(|_| null()).collect()).is_err());
+    assert!(SetupFds::sort(&self::setup(2), (0..6).map(|_| null()).collect()).unwrap().functions.is_none());
 }
 
 #[test]

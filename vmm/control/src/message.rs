@@ -240,7 +240,7 @@ pub struct EndpointInfo {
     pub name: String,
     /// The device it is a slice of.
     pub device: String,
-    /// `gpu` or `fpga`.
+    /// What it is, as the configuration calls it.
     pub kind: String,
     /// Memory.
     pub memory: u64,

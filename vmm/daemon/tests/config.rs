@@ -33,14 +33,56 @@ device = "fpga0"
 memory = "16MiB"
 "#;
 
+/// The same with devices that are PCI functions.
+const FUNCTIONS: &str = r#"[[device]]
+name = "ssd"
+kind = "nvme"
+address = "1:0.0"
+namespace = 3
+memory = "16MiB"
+erase = true
+
+[[device]]
+name = "cmb"
+kind = "memory"
+address = "0000:01:00.0"
+bar = 4
+memory = "512KiB"
+unmapped = "64KiB"
+erase = true
+
+[[device]]
+name = "edu"
+kind = "edu"
+address = "0000:03:1f.7"
+
+[[tenant]]
+name = "vm0"
+
+[[tenant.slice]]
+device = "ssd"
+memory = "8MiB"
+
+[[tenant.slice]]
+device = "cmb"
+memory = "512KiB"
+
+[[tenant.slice]]
+device = "edu"
+"#;
+
 fn parse(text: &str) -> Result<Config, String> {
     Config::parse(Path::new("t.toml"), text).map_err(|error| error.to_string())
 }
 
 /// What is said about `BASE` with `from` replaced by `to`.
 fn refusal(from: &str, to: &str) -> String {
-    assert!(BASE.contains(from), "{from:?} is in the base");
-    parse(&BASE.replacen(from, to, 1)).unwrap_err()
+    refusal_of(BASE, from, to)
+}
+
+fn refusal_of(base: &str, from: &str, to: &str) -> String {
+    assert!(base.contains(from), "{from:?} is in the base");
+    parse(&base.replacen(from, to, 1)).unwrap_err()
 }
 
 #[test]
@@ -64,8 +106,8 @@ fn the_default_file_tells_the_defaults() {
     let mut shown = String::new();
     for line in DEFAULT.lines() {
         let uncommented = line.strip_prefix("# ").filter(|rest| rest.split_whitespace().nth(1) == Some("="));
-        // The example of a pair is no default.
-        let default = uncommented.filter(|rest| !rest.starts_with("reach"));
+        // The examples of a pair and of devices are no defaults.
+        let default = uncommented.filter(|rest| !rest.starts_with("reach") && !rest.starts_with(' '));
         let header = line.strip_prefix("# ").filter(|rest| rest.starts_with("[tenant.limits]"));
         shown.push_str(default.or(header).unwrap_or(line));
         shown.push('\n');
@@ -101,6 +143,22 @@ fn the_default_file_tells_the_defaults() {
     for (shown, own) in times {
         assert_eq!(shown.map(u128::from), Some(own.as_millis()));
     }
+}
+
+/// And those of its examples that are no keys of the devices that are there.
+#[test]
+fn the_examples_of_the_default_file_are_devices() {
+    let example = |line: &str| -> Option<String> {
+        let line = line.strip_prefix("#   ")?;
+        (line == "[[device]]" || line.split_whitespace().nth(1) == Some("=")).then(|| format!("{line}\n"))
+    };
+    let examples: String = DEFAULT.lines().filter_map(example).collect();
+    let shown = parse(&examples).unwrap().devices;
+    assert_eq!(shown.iter().map(|device| device.kind.name()).collect::<Vec<_>>(), ["nvme", "memory", "edu"]);
+    let is_default = |line: &&str| ["namespace ", "bar ", "unmapped "].iter().any(|key| line.starts_with(key));
+    assert_eq!(examples.lines().filter(is_default).count(), 3);
+    let bare: String = examples.lines().filter(|line| !is_default(line)).map(|line| format!("{line}\n")).collect();
+    assert_eq!(parse(&bare).unwrap().devices, shown);
 }
 
 #[test]
@@ -180,6 +238,165 @@ fn everything_that_can_be_typed_is_understood() {
 }
 
 #[test]
+fn devices_are_parts_of_functions() {
+    let lab = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/lab-devices.toml");
+    let lab = Config::load(&lab).unwrap();
+    let meant = |config: &Config| -> Vec<_> {
+        let told = |device: &vmm_daemon::config::DeviceConfig| {
+            let part = device.function.as_ref().map(|of| (of.address.clone(), of.part, of.unmapped));
+            (device.name.clone(), device.kind.name(), device.memory, part)
+        };
+        config.devices.iter().map(told).collect()
+    };
+    let of = |name: &str, kind, memory, address: &str, part, unmapped| {
+        (name.to_owned(), kind, memory, Some((address.to_owned(), part, unmapped)))
+    };
+    assert_eq!(
+        meant(&lab),
+        [
+            of("ssd0", "nvme", 16 << 20, "0000:01:00.0", 1, 0),
+            of("cmb0", "memory", 512 << 10, "0000:01:00.0", 2, 64 << 10),
+            of("ssd1", "nvme", 16 << 20, "0000:02:00.0", 1, 0),
+            of("edu0", "edu", 0, "0000:03:00.0", 0, 0),
+            of("mem0", "memory", 32 << 20, "0000:04:00.0", 2, 0),
+            ("gpu0".to_owned(), "gpu", 1 << 20, None),
+            ("fpga0".to_owned(), "fpga", 1 << 20, None),
+        ]
+    );
+    let config = parse(FUNCTIONS).unwrap();
+    assert_eq!(
+        meant(&config),
+        [
+            of("ssd", "nvme", 16 << 20, "0000:01:00.0", 3, 0),
+            of("cmb", "memory", 512 << 10, "0000:01:00.0", 4, 64 << 10),
+            of("edu", "edu", 0, "0000:03:1f.7", 0, 0),
+        ]
+    );
+    assert_eq!(config.tenants[0].slices.iter().map(|slice| slice.memory).collect::<Vec<_>>(), [8 << 20, 512 << 10, 0]);
+    // Nothing, written down: as `peergate slice add` does.
+    let nothing = parse(&(FUNCTIONS.to_owned() + "memory = \"0\"\n")).unwrap();
+    assert_eq!(nothing, config);
+}
+
+#[test]
+fn functions_are_refused_with_what_to_write() {
+    let unknown = |line: usize, kind: &str, key: &str, keys: &str| {
+        format!("t.toml:{line}: [[device]] of kind {kind:?} has no key {key:?}; there are: {keys}")
+    };
+    let address = |line: usize, typed: &str| {
+        format!("t.toml:{line}: address is {typed:?}; write a PCI address as lspci -D does, such as \"0000:01:00.0\"")
+    };
+    let erase = |line: usize| {
+        format!(
+            "t.toml:{line}: Whatever the device's memory holds is lost when a session of its tenant begins; if that is meant, add erase = true"
+        )
+    };
+    let unmapped = |typed: &str| {
+        format!("t.toml:15: unmapped is {typed}; write a multiple of 4KiB, and no more than the device's memory")
+    };
+    let nvme = "name, kind, memory, address, namespace, erase";
+    let memory = "name, kind, memory, address, bar, unmapped, erase";
+    let edu = "name, kind, address";
+    let needs_address =
+        |line: usize| format!("t.toml:{line}: [[device]] needs address; add address = \"0000:01:00.0\"");
+    let cases = [
+        ("16MiB\"\nerase = true", "16MiB\"", erase(1)),
+        ("16MiB\"\nerase = true", "16MiB\"\nerase = false", erase(1)),
+        ("64KiB\"\nerase = true", "64KiB\"", erase(9)),
+        ("erase = true", "erase = 1", "t.toml:7: erase is a number; write true or false".to_owned()),
+        ("address = \"1:0.0\"\n", "", needs_address(1)),
+        ("address = \"0000:01:00.0\"\n", "", needs_address(9)),
+        ("address = \"0000:03:1f.7\"\n", "", needs_address(18)),
+        ("1:0.0", "1:0", address(4, "1:0")),
+        ("0000:01:00.0", "0000:01:20.0", address(12, "0000:01:20.0")),
+        ("0000:03:1f.7", "../0000:03:1f.7", address(21, "../0000:03:1f.7")),
+        ("namespace = 3", "bar = 3", unknown(5, "nvme", "bar", nvme)),
+        ("namespace = 3", "unmapped = 0", unknown(5, "nvme", "unmapped", nvme)),
+        ("namespace = 3", "engines = 3", unknown(5, "nvme", "engines", nvme)),
+        (
+            "namespace = 3",
+            "namespace = 0",
+            "t.toml:5: namespace is 0; write a whole number from 1 to 4294967294".to_owned(),
+        ),
+        ("bar = 4", "namespace = 4", unknown(13, "memory", "namespace", memory)),
+        ("bar = 4", "link = { latency = \"1us\" }", unknown(13, "memory", "link", memory)),
+        ("bar = 4", "bar = 6", "t.toml:13: bar is 6; write a whole number from 0 to 5".to_owned()),
+        ("03:1f.7\"", "03:1f.7\"\nmemory = \"4KiB\"", unknown(22, "edu", "memory", edu)),
+        ("03:1f.7\"", "03:1f.7\"\nerase = true", unknown(22, "edu", "erase", edu)),
+        ("kind = \"nvme\"", "kind = \"gpu\"", unknown(4, "gpu", "address", "name, kind, memory, engines, link")),
+        ("64KiB", "5000", unmapped("5000 B")),
+        ("64KiB", "516KiB", unmapped("516 KiB")),
+    ];
+    for (from, to, expected) in cases {
+        assert_eq!(refusal_of(FUNCTIONS, from, to), expected, "{to}");
+    }
+    // All of it is no more than all of it.
+    assert!(parse(&FUNCTIONS.replacen("64KiB", "512KiB", 1)).is_ok());
+}
+
+#[test]
+fn a_function_is_one_tenants_and_has_one_engine() {
+    let second = "[[tenant]]\nname = \"vm1\"\n[[tenant.slice]]\ndevice = ";
+    let device = |text: &str| format!("{text}\n[[tenant]]\nname = \"vm0\"");
+    let ssd = |rest: &str| device(&format!("[[device]]\nname = \"more\"\nmemory = \"4MiB\"\nerase = true\n{rest}"));
+    let tenant = "[[tenant]]\nname = \"vm0\"";
+    let cases = [
+        (
+            tenant,
+            ssd("kind = \"nvme\"\naddress = \"01:00.0\"\nnamespace = 3"),
+            "t.toml:23: Device \"more\" is device \"ssd\" once more; remove one of them",
+        ),
+        (
+            tenant,
+            ssd("kind = \"memory\"\naddress = \"01:00.0\"\nbar = 4"),
+            "t.toml:23: Device \"more\" is device \"cmb\" once more; remove one of them",
+        ),
+        (
+            tenant,
+            ssd("kind = \"nvme\"\naddress = \"01:00.0\""),
+            "t.toml:23: Function 0000:01:00.0 has one engine, but \"ssd\" and \"more\" would each have it; leave one",
+        ),
+        (
+            "0000:03:1f.7",
+            "0000:01:00.0".to_owned(),
+            "t.toml:18: Function 0000:01:00.0 has one engine, but \"ssd\" and \"edu\" would each have it; leave one",
+        ),
+        (
+            tenant,
+            format!("{second}\"ssd\"\nmemory = \"4MiB\"\n{tenant}"),
+            "t.toml:1: Device \"ssd\" is a PCI function, which is given away as a whole, but has 2 slices; leave one",
+        ),
+        (
+            "[[tenant.slice]]\ndevice = \"cmb\"",
+            "[[tenant.slice]]\ndevice = \"edu\"\nname = \"again\"\n[[tenant.slice]]\ndevice = \"cmb\"".to_owned(),
+            "t.toml:18: Device \"edu\" is a PCI function, which is given away as a whole, but has 2 slices; leave one",
+        ),
+        (
+            "[[tenant.slice]]\ndevice = \"cmb\"",
+            format!("{second}\"cmb\""),
+            "t.toml:9: Function 0000:01:00.0 is one tenant's as a whole, but \"vm0\" and \"vm1\" have parts of it; give all to one",
+        ),
+        ("memory = \"8MiB\"\n", String::new(), "t.toml:26: [[tenant.slice]] needs memory; add memory = \"64MiB\""),
+        (
+            "device = \"edu\"",
+            "device = \"edu\"\nmemory = \"4KiB\"".to_owned(),
+            "t.toml:36: Device \"edu\" has no memory; remove the key memory",
+        ),
+        (
+            "memory = \"8MiB\"",
+            "memory = \"20MiB\"".to_owned(),
+            "t.toml:6: Device \"ssd\" has 16 MiB, but its slices take 20 MiB (ssd of tenant \"vm0\": 20 MiB); make slices smaller or the device larger",
+        ),
+    ];
+    for (from, to, expected) in cases {
+        assert_eq!(refusal_of(FUNCTIONS, from, &to), expected, "{to}");
+    }
+    // Another part of the same function that is memory may be one more device of the same tenant.
+    let bar = ssd("kind = \"memory\"\naddress = \"01:00.0\"\nbar = 2");
+    assert!(parse(&FUNCTIONS.replacen(tenant, &bar, 1)).is_ok());
+}
+
+#[test]
 fn unknown_keys_are_refused_with_their_line_and_the_nearest_name() {
     let cases = [
         ("runtime_dir", "runtimedir", "t.toml:2: Unknown key \"runtimedir\" in [daemon]; did you mean runtime_dir?"),
@@ -223,7 +440,7 @@ fn wrong_types_and_values_are_refused_with_what_to_write() {
         (
             "kind = \"gpu\"",
             "kind = \"gpuu\"",
-            "t.toml:6: kind is \"gpuu\"; write \"gpu\" or \"fpga\"; did you mean \"gpu\"?",
+            "t.toml:6: kind is \"gpuu\"; write \"gpu\" or \"fpga\" or \"nvme\" or \"memory\" or \"edu\"; did you mean \"gpu\"?",
         ),
         ("kind = \"gpu\"", "kind = 1", "t.toml:6: kind is a number; write a string in quotes"),
         ("kind = \"gpu\"", "kind = \"gpu\"\nengines = 0", "t.toml:7: engines is 0; write a whole number from 1 to 64"),

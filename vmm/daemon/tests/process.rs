@@ -105,6 +105,21 @@ fn a_worker_that_dies_is_replaced_with_the_next_session_on_the_same_socket() {
 }
 
 #[test]
+fn each_session_begins_with_a_proof_of_every_pair_that_goes_direct() {
+    let daemon = Daemon::start();
+    let proved = |pairs: usize| {
+        let is_proof = |line: &&str| line.contains("Proved the endpoints to be peers");
+        let end = format!(" pairs={pairs} ");
+        daemon.log().lines().filter(is_proof).filter(|line| line.contains(&end)).count()
+    };
+    // Of the first tenant's two pairs one is staged; the second tenant has one slice. A worker that waits for its VMM has proved them.
+    assert_eq!((proved(1), proved(0)), (1, 1), "{}", daemon.log());
+    kill(daemon.tenant(0).worker_pid.unwrap(), Signal::KILL);
+    daemon.wait_for(|status| status.tenants[0].session == 2 && status.tenants[0].state == TenantState::Waiting);
+    assert_eq!((proved(1), proved(0)), (2, 1), "{}", daemon.log());
+}
+
+#[test]
 fn a_worker_that_does_not_take_over_is_killed_and_its_vm_goes_on() {
     let daemon = Daemon::start();
     let frontend = Frontend::connect(daemon.runtime_dir().join("vm0.sock"), 4).unwrap();

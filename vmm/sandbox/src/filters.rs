@@ -18,6 +18,8 @@ pub enum Class {
     Broker,
     /// Gives memory of ended leases back.
     Scrubber,
+    /// Reads the kernel's log for what the IOMMU has stopped.
+    Watcher,
     /// A whole keeper.
     Keeper,
     /// A whole worker, before it starts its threads.
@@ -28,19 +30,23 @@ pub enum Class {
     Queue,
     /// Collects finished work and expires deadlines; also schedules simulated devices.
     Timekeeper,
+    /// Drives the registers of a PCI function and programs the IOMMU for it, or carries bytes between functions.
+    Engine,
 }
 
 impl Class {
     /// Every class.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::Supervisor,
         Self::Broker,
         Self::Scrubber,
+        Self::Watcher,
         Self::Keeper,
         Self::Worker,
         Self::Connection,
         Self::Queue,
         Self::Timekeeper,
+        Self::Engine,
     ];
 
     /// Name of the filter and of its file.
@@ -49,11 +55,13 @@ impl Class {
             Self::Supervisor => "supervisor",
             Self::Broker => "broker",
             Self::Scrubber => "scrubber",
+            Self::Watcher => "watcher",
             Self::Keeper => "keeper",
             Self::Worker => "worker",
             Self::Connection => "connection",
             Self::Queue => "queue",
             Self::Timekeeper => "timekeeper",
+            Self::Engine => "engine",
         }
     }
 
@@ -62,11 +70,13 @@ impl Class {
             Self::Supervisor => include_str!("../../../configs/seccomp/supervisor.json"),
             Self::Broker => include_str!("../../../configs/seccomp/broker.json"),
             Self::Scrubber => include_str!("../../../configs/seccomp/scrubber.json"),
+            Self::Watcher => include_str!("../../../configs/seccomp/watcher.json"),
             Self::Keeper => include_str!("../../../configs/seccomp/keeper.json"),
             Self::Worker => include_str!("../../../configs/seccomp/worker.json"),
             Self::Connection => include_str!("../../../configs/seccomp/connection.json"),
             Self::Queue => include_str!("../../../configs/seccomp/queue.json"),
             Self::Timekeeper => include_str!("../../../configs/seccomp/timekeeper.json"),
+            Self::Engine => include_str!("../../../configs/seccomp/engine.json"),
         }
     }
 }

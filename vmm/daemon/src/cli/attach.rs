@@ -1,6 +1,6 @@
 //! The arguments that attach a tenant's device to a VM, and the refusal of what would crash the VMM.
 //!
-//! The numbers are those of QEMU 11.1 and cloud-hypervisor 52. Not here: asking the daemon, printing.
+//! The numbers are those of QEMU 11.1 and cloud-hypervisor 53. Not here: asking the daemon, printing.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use clap::ValueEnum;
 pub(crate) enum Vmm {
     /// QEMU 11.1 or later.
     Qemu,
-    /// cloud-hypervisor 52 or later.
+    /// cloud-hypervisor 53 or later.
     CloudHypervisor,
 }
 

@@ -37,7 +37,7 @@ pub(super) enum TenantCommand {
     Add {
         /// Its name: 1 to 31 of a-z, A-Z, 0-9, '-', '_' and '.'
         tenant: String,
-        /// A slice of a device, such as gpu0=64MiB, or gpu0=64MiB,name=big for another name than the device's; repeat it for more
+        /// A slice of a device, such as gpu0=64MiB, or gpu0=64MiB,name=big for another name than the device's; 0 of a device without memory; repeat it for more
         #[arg(long = "slice", value_name = "DEVICE=SIZE[,name=NAME]", required = true, value_parser = parse_slice)]
         slices: Vec<NewSlice>,
         /// A limit that is not to have its default, such as max_mappings=512; repeat it for more

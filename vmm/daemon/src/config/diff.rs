@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::Value;
-use vmm_broker::{Limits, UnsealedMemory};
+use vmm_broker::{Function, Limits, UnsealedMemory};
 use vmm_control::{ChangeInfo, Effect, KeyInfo};
 
 use super::quantity::{rate, size, time};
@@ -206,7 +206,12 @@ fn by_name<'a, T>(running: &'a [T], wanted: &'a [T], name: impl Fn(&T) -> &Strin
 fn device(name: String, pair: Pair<'_, DeviceConfig>) -> Vec<Change> {
     let memory = |device: &DeviceConfig| [("memory", size(device.memory))];
     let rest = |device: &DeviceConfig| {
+        let function = device.function.as_ref();
+        let of = |told: fn(&Function) -> String| function.map_or_else(String::new, told);
         [
+            ("address", of(|function| function.address.clone())),
+            ("part", of(|function| function.part.to_string())),
+            ("unmapped", of(|function| size(function.unmapped))),
             ("kind", device.kind.name().to_owned()),
             ("engines", device.engines.to_string()),
             ("bandwidth", rate(device.link.bandwidth)),
@@ -468,6 +473,46 @@ mod tests {
         let new = || Subject::Device("new".into());
         assert_eq!(told(BASE, &device), [(new(), What::Added, Effect::Now)], "the others are where they were");
         assert_eq!(told(&device, BASE), [(new(), What::Removed, Effect::Now)]);
+    }
+
+    #[test]
+    fn another_function_or_another_part_of_it_is_another_device() {
+        const FUNCTIONS: &str = r#"
+            [[device]]
+            name = "ssd"
+            kind = "nvme"
+            address = "0000:01:00.0"
+            memory = "8MiB"
+            erase = true
+            [[device]]
+            name = "mem"
+            kind = "memory"
+            address = "0000:02:00.0"
+            memory = "8MiB"
+            erase = true
+            [[tenant]]
+            name = "a"
+            slice = [{ device = "ssd", memory = "8MiB" }]
+        "#;
+        let running = parse(FUNCTIONS);
+        for (from, to, subject, key) in [
+            ("01:00.0", "05:00.1", "ssd", ["address", "0000:01:00.0", "0000:05:00.1"]),
+            ("kind = \"nvme\"", "kind = \"nvme\"\nnamespace = 2", "ssd", ["part", "1", "2"]),
+            ("kind = \"memory\"", "kind = \"memory\"\nbar = 0", "mem", ["part", "2", "0"]),
+            ("kind = \"memory\"", "kind = \"memory\"\nunmapped = \"4KiB\"", "mem", ["unmapped", "0 B", "4 KiB"]),
+        ] {
+            let changes = differences(&running, &parse(&FUNCTIONS.replacen(from, to, 1)));
+            let [key, old, new] = key.map(str::to_owned);
+            let keys = vec![KeyInfo { key, from: Some(old), to: Some(new) }];
+            let subject = Subject::Device(subject.into());
+            let concerned =
+                if subject == Subject::Device("ssd".into()) { vec![("a", Effect::NewSession)] } else { vec![] };
+            assert_eq!(impact(&running, &changes).into_iter().collect::<Vec<_>>(), concerned);
+            assert_eq!(changes, [Change { subject, what: What::Device, keys }]);
+            assert_eq!(changes[0].effect(), Effect::NewSession);
+        }
+        let same = FUNCTIONS.replacen("0000:01:00.0", "1:0.0", 1);
+        assert_eq!(differences(&running, &parse(&same)), [], "it is the same address");
     }
 
     #[test]

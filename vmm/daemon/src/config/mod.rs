@@ -7,6 +7,7 @@
 
 pub mod diff;
 pub mod edit;
+mod functions;
 mod numbers;
 pub(crate) mod quantity;
 pub(crate) mod reader;
@@ -18,7 +19,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use vmm_broker::{EndpointKind, Limits, Link, Staged, UnsealedMemory};
+use vmm_broker::{EndpointKind, Function, Limits, Link, Staged, UnsealedMemory};
 use vmm_sandbox::{Fence, Mode};
 
 pub use reader::ConfigError;
@@ -78,7 +79,7 @@ pub struct DaemonConfig {
     pub log: String,
 }
 
-/// A simulated device.
+/// A simulated device, or a part of a PCI function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// Its name.
@@ -87,6 +88,8 @@ pub struct DeviceConfig {
     pub kind: EndpointKind,
     /// Memory in bytes.
     pub memory: u64,
+    /// The part of a PCI function that it is; `None` if it is simulated.
+    pub function: Option<Function>,
     /// Copy engines.
     pub engines: u16,
     /// Its link to the fabric.
@@ -181,6 +184,7 @@ impl Meaning<'_> {
         let tenants = typed.tenants.iter().map(tenant).collect::<Checked<Vec<_>>>()?;
         self.sockets(typed, &daemon, &tenants)?;
         self.memory(typed, &devices, &tenants)?;
+        self.functions(typed, &devices, &tenants)?;
         Ok(Config { daemon, devices, tenants })
     }
 
@@ -211,7 +215,7 @@ impl Meaning<'_> {
     }
 
     fn device(self, number: u16, typed: &TypedDevice) -> Checked<DeviceConfig> {
-        let memory = self.memory_of(&typed.memory)?;
+        let memory = typed.memory.as_ref().map_or(Ok(0), |memory| self.memory_of(memory))?;
         let latency_ns = match &typed.latency {
             Some(At { value, line }) if *value > MAX_LATENCY => {
                 return self.refuse(*line, "latency is longer than a second; write \"2us\" or so");
@@ -222,6 +226,7 @@ impl Meaning<'_> {
             name: self.name("device", &typed.name)?,
             kind: typed.kind,
             memory,
+            function: typed.function.as_ref().map(|function| self.function(function, memory)).transpose()?,
             engines: typed.engines.and_then(|engines| u16::try_from(engines).ok()).unwrap_or(1),
             link: Link { bandwidth: typed.bandwidth.unwrap_or(0), latency_ns },
             number,
@@ -279,11 +284,18 @@ impl Meaning<'_> {
             let hint = unknown(wanted, devices.iter().map(|device| device.name.as_str()));
             return self.refuse(typed.device.line, format!("There is no device {wanted:?}; {hint}"));
         };
-        Ok(SliceConfig {
-            name: self.name("slice", typed.name.as_ref().unwrap_or(&typed.device))?,
-            device,
-            memory: self.memory_of(&typed.memory)?,
-        })
+        let has_memory = devices.get(device).is_some_and(|device| device.memory > 0);
+        let memory = match &typed.memory {
+            Some(memory) if has_memory => self.memory_of(memory)?,
+            Some(memory) if memory.value > 0 => {
+                return self.refuse(memory.line, format!("Device {wanted:?} has no memory; remove the key memory"));
+            }
+            None if has_memory => {
+                return self.refuse(typed.line, "[[tenant.slice]] needs memory; add memory = \"64MiB\"");
+            }
+            _ => 0,
+        };
+        Ok(SliceConfig { name: self.name("slice", typed.name.as_ref().unwrap_or(&typed.device))?, device, memory })
     }
 
     fn staged(self, typed: &TypedTenant, slices: &[SliceConfig]) -> Checked<Vec<Staged>> {
@@ -409,7 +421,8 @@ impl Meaning<'_> {
                     quantity::size(total),
                     list.join(", ")
                 );
-                return self.refuse(typed.devices.get(index).map_or(1, |device| device.memory.line), problem);
+                let line = |device: &TypedDevice| device.memory.as_ref().map_or(device.line, |memory| memory.line);
+                return self.refuse(typed.devices.get(index).map_or(1, line), problem);
             }
         }
         Ok(())

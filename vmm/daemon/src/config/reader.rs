@@ -79,6 +79,11 @@ impl<'a> Section<'a> {
         self.line
     }
 
+    /// A refusal of the whole section.
+    pub(crate) fn refuse(&self, problem: &str) -> ConfigError {
+        self.source.invalid(self.line, problem)
+    }
+
     fn get(&self, key: &'static str) -> Option<(&'a DeValue<'a>, usize)> {
         debug_assert!(self.known.contains(&key), "{key} is a key of {}", self.name);
         let value = self.table.get(key)?;
@@ -100,6 +105,17 @@ impl<'a> Section<'a> {
             .map_or_else(|| format!("there are: {}", known.join(", ")), |near| format!("did you mean {near}?"));
         let line = self.source.line(key.span().start);
         Err(self.source.invalid(line, format!("Unknown key {name:?} in {}; {hint}", self.name)))
+    }
+
+    /// Refuses keys that only other kinds of the same thing have.
+    pub(crate) fn only_of(&mut self, kind: &str, known: &'static [&'static str]) -> Result<(), ConfigError> {
+        self.known = known;
+        let Some((key, _)) = self.table.iter().find(|(key, _)| !known.contains(&key.get_ref().as_ref())) else {
+            return Ok(());
+        };
+        let (line, name) = (self.source.line(key.span().start), key.get_ref());
+        let problem = format!("{} of kind {kind:?} has no key {name:?}; there are: {}", self.name, known.join(", "));
+        Err(self.source.invalid(line, problem))
     }
 
     /// The value, or a refusal that says how to write it.

@@ -37,10 +37,20 @@ pub(crate) struct TypedDevice {
     pub(crate) line: usize,
     pub(crate) name: At<String>,
     pub(crate) kind: EndpointKind,
-    pub(crate) memory: At<u64>,
+    pub(crate) memory: Option<At<u64>>,
     pub(crate) engines: Option<u32>,
     pub(crate) bandwidth: Option<u64>,
     pub(crate) latency: Option<At<u64>>,
+    pub(crate) function: Option<TypedFunction>,
+}
+
+/// The keys of a device that is a PCI function.
+#[derive(Debug)]
+pub(crate) struct TypedFunction {
+    pub(crate) address: At<String>,
+    /// The namespace or the BAR.
+    pub(crate) part: u32,
+    pub(crate) unmapped: Option<At<u64>>,
 }
 
 /// `[[tenant]]`.
@@ -64,7 +74,7 @@ pub(crate) struct TypedTenant {
 pub(crate) struct TypedSlice {
     pub(crate) line: usize,
     pub(crate) device: At<String>,
-    pub(crate) memory: At<u64>,
+    pub(crate) memory: Option<At<u64>>,
     pub(crate) name: Option<At<String>>,
 }
 
@@ -116,24 +126,58 @@ fn daemon(mut section: Section<'_>) -> Result<TypedDaemon, ConfigError> {
     })
 }
 
+/// Keys of every `[[device]]`, whatever its kind.
+const DEVICE: &[&str] =
+    &["name", "kind", "memory", "engines", "link", "address", "namespace", "bar", "unmapped", "erase"];
+
 fn device(mut section: Section<'_>) -> Result<TypedDevice, ConfigError> {
-    section.only(&["name", "kind", "memory", "engines", "link"])?;
+    section.only(DEVICE)?;
     let name = section.string("name")?;
-    let kind = section.choice("kind", &[("gpu", EndpointKind::Gpu), ("fpga", EndpointKind::Fpga)])?;
-    let memory = section.quantity("memory", SIZE)?;
+    let kind = section.choice("kind", &EndpointKind::ALL.map(|kind| (kind.name(), kind)))?;
+    let kind = section.require("kind", kind, "\"gpu\"")?;
+    let keys: &'static [&'static str] = match kind {
+        EndpointKind::Gpu | EndpointKind::Fpga => &["name", "kind", "memory", "engines", "link"],
+        EndpointKind::Nvme => &["name", "kind", "memory", "address", "namespace", "erase"],
+        EndpointKind::Memory => &["name", "kind", "memory", "address", "bar", "unmapped", "erase"],
+        EndpointKind::Edu => &["name", "kind", "address"],
+    };
+    section.only_of(kind.name(), keys)?;
+    let memory = match kind {
+        EndpointKind::Edu => None,
+        _ => Some(section.require("memory", section.quantity("memory", SIZE)?, SIZE.example)?),
+    };
+    let line = section.line();
+    let name = section.require("name", name, "\"gpu0\"")?;
+    if !matches!(kind, EndpointKind::Gpu | EndpointKind::Fpga) {
+        let function = Some(function(&section, kind)?);
+        return Ok(TypedDevice { line, name, kind, memory, engines: None, bandwidth: None, latency: None, function });
+    }
     let engines = section.integer("engines", 1..=64)?;
     let (bandwidth, latency) = match section.table("link", "{ bandwidth = \"16GB/s\", latency = \"1us\" }")? {
         Some(link) => self::link(link)?,
         None => (None, None),
     };
-    Ok(TypedDevice {
-        line: section.line(),
-        name: section.require("name", name, "\"gpu0\"")?,
-        kind: section.require("kind", kind, "\"gpu\" or \"fpga\"")?,
-        memory: section.require("memory", memory, SIZE.example)?,
-        engines,
-        bandwidth,
-        latency,
+    Ok(TypedDevice { line, name, kind, memory, engines, bandwidth, latency, function: None })
+}
+
+/// What only a device that is a PCI function has.
+fn function(section: &Section<'_>, kind: EndpointKind) -> Result<TypedFunction, ConfigError> {
+    let address = section.string("address")?;
+    let address = section.require("address", address, "\"0000:01:00.0\"")?;
+    if kind == EndpointKind::Edu {
+        return Ok(TypedFunction { address, part: 0, unmapped: None });
+    }
+    if section.flag("erase")? != Some(true) {
+        return Err(section.refuse(
+            "Whatever the device's memory holds is lost when a session of its tenant begins; if that is meant, add erase = true",
+        ));
+    }
+    Ok(if kind == EndpointKind::Nvme {
+        let namespace = section.integer("namespace", 1..=u32::MAX - 1)?;
+        TypedFunction { address, part: namespace.unwrap_or(1), unmapped: None }
+    } else {
+        let bar = section.integer("bar", 0..=5)?;
+        TypedFunction { address, part: bar.unwrap_or(2), unmapped: section.quantity("unmapped", SIZE)? }
     })
 }
 
@@ -185,7 +229,7 @@ fn slice(mut section: Section<'_>) -> Result<TypedSlice, ConfigError> {
     Ok(TypedSlice {
         line: section.line(),
         device: section.require("device", device, "\"gpu0\"")?,
-        memory: section.require("memory", memory, SIZE.example)?,
+        memory,
         name: section.string("name")?,
     })
 }

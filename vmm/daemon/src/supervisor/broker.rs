@@ -2,6 +2,7 @@
 //!
 //! Tenants go on while there is none: their workers have their memory. Only the next worker of one waits. Not here: what a lease is.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -9,8 +10,9 @@ use vmm_broker::{BrokerDevice, FromBroker, Lease, ToBroker};
 
 use super::backoff::Backoff;
 use super::child::{Child, Heard};
+use super::groups::Groups;
 use super::process::Starter;
-use crate::config::Config;
+use crate::config::{Config, DeviceConfig};
 
 /// The broker, or its absence.
 #[derive(Debug)]
@@ -41,6 +43,7 @@ impl Broker {
     pub(crate) fn start_if_due(
         &mut self,
         config: &Config,
+        groups: &Groups,
         starter: &Starter,
         leases: impl Iterator<Item = Lease>,
         now: Instant,
@@ -51,9 +54,9 @@ impl Broker {
         match Child::start("broker", &[], starter) {
             Ok(child) => {
                 self.child = Some(child);
-                self.set_devices(config);
+                self.set_devices(config, groups);
                 for lease in leases {
-                    self.tell(&ToBroker::Adopt(lease));
+                    self.tell(&ToBroker::Adopt(lease), &[]);
                 }
                 true
             }
@@ -66,24 +69,36 @@ impl Broker {
     }
 
     /// Tells it which devices the host has.
-    pub(crate) fn set_devices(&mut self, config: &Config) {
-        let device =
-            |device: &crate::config::DeviceConfig| BrokerDevice { name: device.name.clone(), memory: device.memory };
-        self.tell(&ToBroker::Devices { devices: config.devices.iter().map(device).collect() });
+    pub(crate) fn set_devices(&mut self, config: &Config, groups: &Groups) {
+        let device = |device: &DeviceConfig| BrokerDevice {
+            name: device.name.clone(),
+            memory: device.memory,
+            function: device.function.as_ref().and_then(|function| groups.function(&function.address)),
+        };
+        let (numbers, fds) = groups.all();
+        self.tell(&ToBroker::Devices { devices: config.devices.iter().map(device).collect(), groups: numbers }, &fds);
     }
 
-    /// Asks for a lease. False if there is nobody to ask; the tenant then tries again when there is.
+    /// Asks for a lease. False if there is nobody to ask, or nothing to ask with; the tenant then tries again.
     pub(crate) fn lease(&mut self, lease: Lease) -> bool {
-        self.tell(&ToBroker::Lease(lease))
+        let container = match lease.container.then(hw_vfio::open_container).transpose() {
+            Ok(container) => container,
+            Err(error) => {
+                tracing::error!(tenant = lease.tenant, "{:#}", anyhow::Error::from(error));
+                return false;
+            }
+        };
+        let fds: Vec<_> = container.iter().map(AsFd::as_fd).collect();
+        self.tell(&ToBroker::Lease(lease), &fds)
     }
 
     /// Ends a tenant's lease.
     pub(crate) fn release(&mut self, tenant: &str) {
-        self.tell(&ToBroker::Release { tenant: tenant.to_owned() });
+        self.tell(&ToBroker::Release { tenant: tenant.to_owned() }, &[]);
     }
 
-    fn tell(&mut self, message: &ToBroker) -> bool {
-        self.child.as_mut().is_some_and(|child| child.tell(message, &[]))
+    fn tell(&mut self, message: &ToBroker, fds: &[BorrowedFd<'_>]) -> bool {
+        self.child.as_mut().is_some_and(|child| child.tell(message, fds))
     }
 
     pub(crate) fn hear(&mut self) -> Heard<FromBroker> {
@@ -112,7 +127,7 @@ impl Broker {
     /// Asks it to end; there is no next one.
     pub(crate) fn stop(&mut self) {
         self.due = None;
-        self.tell(&ToBroker::Shutdown {});
+        self.tell(&ToBroker::Shutdown {}, &[]);
     }
 
     /// Ends it now.

@@ -22,6 +22,7 @@ use vmm_control::{
 
 use super::Supervisor;
 use super::answers::unknown_tenant;
+use super::groups::Groups;
 use super::tenant::Tenant;
 use super::tenant::adapt::on;
 use crate::config::diff::{self, Change, What, differences, impact};
@@ -48,6 +49,7 @@ struct Prepared {
     tenants: Vec<Tenant>,
     sockets: BTreeMap<String, SocketFile>,
     modes: Vec<Mode>,
+    groups: Groups,
 }
 
 /// Permissions of a socket, which come back unless they are kept.
@@ -204,7 +206,7 @@ impl Supervisor {
 
     /// Whatever can fail.
     fn prepare(&mut self, config: &Config, changes: &[Change]) -> anyhow::Result<Prepared> {
-        let mut prepared = Prepared::default();
+        let mut prepared = Prepared { groups: self.groups.for_config(config)?, ..Prepared::default() };
         for change in changes {
             let Some(tenant) = change.tenant().and_then(|name| config.tenants.iter().find(|known| known.name == name))
             else {
@@ -286,7 +288,8 @@ impl Supervisor {
         }
         prepared.modes.iter_mut().for_each(|mode| mode.before = None);
         self.config = config;
-        self.broker.set_devices(&self.config);
+        self.groups = prepared.groups;
+        self.broker.set_devices(&self.config, &self.groups);
     }
 
     /// Gives back leases that are not needed any more, forgets tenants of which nothing is left, and looks who may have memory.

@@ -15,6 +15,7 @@ mod change;
 mod child;
 mod clients;
 mod faults;
+mod groups;
 mod inspect;
 mod leftovers;
 mod process;
@@ -43,6 +44,7 @@ use crate::config::store::Store;
 use broker::Broker;
 use child::{Heard, why};
 use clients::Clients;
+use groups::Groups;
 use leftovers::Patience;
 use process::Starter;
 use runtime_dir::RuntimeDir;
@@ -74,6 +76,7 @@ pub(crate) struct Supervisor {
     leaving: Vec<Tenant>,
     next_id: u16,
     broker: Broker,
+    groups: Groups,
     starter: Starter,
     links: LinkTable,
     control: Option<SocketFile>,
@@ -136,6 +139,7 @@ impl Supervisor {
         done: Rc<Cell<Option<usize>>>,
     ) -> anyhow::Result<Self> {
         let daemon = &config.daemon;
+        let groups = Groups::default().for_config(&config)?;
         let mut patience = Patience::new(leftovers::PATIENCE);
         let control = leftovers::listen(&daemon.control, daemon.control_mode, || patience.wait())?;
         control.listener().set_nonblocking(true).context("Cannot prepare the control socket")?;
@@ -153,6 +157,7 @@ impl Supervisor {
             leaving: Vec::new(),
             store,
             broker: Broker::new(),
+            groups,
             starter,
             links: LinkTable::create(&bandwidths)?,
             control: Some(control),
@@ -242,8 +247,8 @@ impl Supervisor {
 
     /// Starts the broker, keepers, and asks for the leases that the next workers need.
     fn start_what_is_due(&mut self, now: Instant, ops: &mut EventOps<'_>) {
-        let Self { config, tenants, leaving, broker, starter, .. } = self;
-        if broker.start_if_due(config, starter, tenants.iter().chain(&*leaving).filter_map(Tenant::held), now)
+        let Self { config, tenants, leaving, broker, groups, starter, .. } = self;
+        if broker.start_if_due(config, groups, starter, tenants.iter().chain(&*leaving).filter_map(Tenant::held), now)
             && let Some(child) = broker.child()
         {
             listen_to(ops, child, BROKER, BROKER_END);

@@ -1,4 +1,4 @@
-//! From a [`Setup`] and its descriptors to a device: memory, simulated engines, limits.
+//! From a [`Setup`] and its descriptors to a device: memory, engines, who reaches whom, limits.
 //!
 //! This is the registry of engines: a kind of device in the configuration becomes an engine here. Not here: threads, the connection.
 
@@ -8,19 +8,30 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, LinkId, RamMap};
+use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, LinkId, Memory, RamMap};
 use hw_host::HostMemory;
 use hw_sim::{Clock, SimConfig, SimEndpoint, SimEngine};
+use hw_vfio::Function;
 use iommu_addr::EndpointId;
 use vdev_device::{Device, DeviceSpec, Limits, Reach};
 use vdev_wire::{PAGE_SIZE, PathReason};
-use vmm_broker::{Endpoint, LinkTable, Setup, TenantPage};
+use vmm_broker::{Endpoint, FunctionFds, LinkTable, Setup, TenantPage};
 use vmm_sandbox::{Class, Sandbox};
 
+use super::functions::Functions;
 use super::observer::PageObserver;
+use super::prove::{prove, stage_what_takes_two_hops};
 
 /// Register page of an FPGA in bytes.
 const FPGA_REGISTERS: u64 = PAGE_SIZE;
+
+/// Bytes that each copy of a proof moves: enough to tell, and no time on any link.
+const PROOF_UNIT: u64 = 64;
+/// How long all proofs of a session may take. A worker must be ready in 5 s, and an engine may take one to give up what it has.
+const PROOF_TIME: Duration = Duration::from_millis(3500);
+/// The same for functions: whole blocks of any device, and time for the slowest.
+const FUNCTION_UNIT: u64 = PAGE_SIZE;
+const FUNCTION_TIME: Duration = Duration::from_secs(20);
 
 /// A device and the memory it works on.
 pub(crate) struct Built {
@@ -28,13 +39,16 @@ pub(crate) struct Built {
     pub(crate) ram: Arc<dyn RamMap>,
     /// The tenant's view of the host's links.
     pub(crate) links: Arc<LinkTable>,
+    /// What must stay open.
+    pub(crate) idle: Vec<Function>,
 }
 
-/// Makes the tenant's device. Starts the engine's thread, which confines itself.
+/// Makes the tenant's device. Starts the engines' threads, which confine themselves.
 pub(crate) fn build(
     setup: &Setup,
     ledger: OwnedFd,
     slices: Vec<OwnedFd>,
+    functions: Option<FunctionFds>,
     page: &Arc<TenantPage>,
     sandbox: &Arc<Sandbox>,
 ) -> anyhow::Result<Built> {
@@ -43,40 +57,66 @@ pub(crate) fn build(
     links.set_weight(setup.limits.weight);
     let links = Arc::new(links);
     let memory = Arc::new(HostMemory::new());
-    let mut endpoints = Vec::new();
-    for ((endpoint, slice), id) in setup.endpoints.iter().zip(slices).zip(0..) {
-        let spec = spec(endpoint, EndpointId::local(id));
-        memory
-            .add_aperture(spec.id, &File::from(slice), spec.memory_len)
-            .with_context(|| format!("Cannot map the memory of slice {:?}", endpoint.name))?;
-        endpoints.push(sim_endpoint(setup, endpoint, spec));
-    }
-    let specs = endpoints.iter().map(|endpoint| endpoint.spec.clone()).collect();
-    let mut config = SimConfig::new(endpoints);
-    config.thread_hook = Some({
+    let specs: Vec<_> = setup.endpoints.iter().zip(0..).map(|(of, id)| spec(of, EndpointId::local(id))).collect();
+    let simulated = simulated(setup, &specs, slices, &memory)?;
+    let confined = |class| {
         let sandbox = Arc::clone(sandbox);
-        Arc::new(move || crate::role::confine(&sandbox, Class::Timekeeper))
-    });
-    let engine: Arc<dyn DmaEngine> = Arc::new(
-        SimEngine::new(&config, memory.clone(), links.clone(), Clock::Monotonic).context("Cannot start the engines")?,
-    );
+        Arc::new(move || crate::role::confine(&sandbox, class)) as Arc<dyn Fn() + Send + Sync>
+    };
+    let mut config = SimConfig::new(simulated);
+    config.thread_hook = Some(confined(Class::Timekeeper));
+    let simulator = SimEngine::new(&config, memory.clone(), links.clone(), Clock::Monotonic);
+    let mut engine: Arc<dyn DmaEngine> = Arc::new(simulator.context("Cannot start the engines")?);
+    let mut view: Arc<dyn Memory> = memory.clone();
+    let (mut reach, mut idle) = (reach(setup), Vec::new());
+    let mut proof = (PROOF_UNIT, PROOF_TIME);
+    if let Some(fds) = functions {
+        let functions = Functions::open(setup, fds)?;
+        functions.map(&memory)?;
+        let hardware = functions.engines(&memory, engine, &confined(Class::Engine))?;
+        (view, idle) = (hardware.fleet.memory(), hardware.idle);
+        engine = hardware.fleet;
+        proof = (FUNCTION_UNIT, FUNCTION_TIME);
+        stage_what_takes_two_hops(&*engine, &specs, FUNCTION_UNIT, &mut reach);
+    }
+    prove(&*engine, &*view, &specs, proof, &mut reach);
     let spec = DeviceSpec {
         linger: DeviceSpec::LINGER,
         endpoints: specs,
         limits: limits(&setup.limits),
-        reach: reach(setup),
+        reach,
         session: setup.session,
         submit_queues: setup.submit_queues,
     };
     let observer = Arc::new(PageObserver { page: Arc::clone(page), session: setup.session });
     let device = Device::new(spec, engine, memory.clone(), observer).context("Cannot make the device")?;
-    Ok(Built { device, ram: memory, links })
+    Ok(Built { device, ram: memory, links, idle })
+}
+
+/// Maps the slices of simulated devices.
+fn simulated(
+    setup: &Setup,
+    specs: &[EndpointSpec],
+    slices: Vec<OwnedFd>,
+    memory: &HostMemory,
+) -> anyhow::Result<Vec<SimEndpoint>> {
+    let endpoints = setup.endpoints.iter().zip(specs).filter(|(endpoint, _)| endpoint.function.is_none());
+    let made = endpoints.zip(slices).map(|((endpoint, spec), slice)| {
+        memory
+            .add_aperture(spec.id, &File::from(slice), spec.memory_len)
+            .with_context(|| format!("Cannot map the memory of slice {:?}", endpoint.name))?;
+        Ok(sim_endpoint(setup, endpoint, spec.clone()))
+    });
+    made.collect()
 }
 
 fn spec(endpoint: &Endpoint, id: EndpointId) -> EndpointSpec {
     let (kind, registers_len) = match endpoint.kind {
         vmm_broker::EndpointKind::Gpu => (EndpointKind::Gpu, 0),
         vmm_broker::EndpointKind::Fpga => (EndpointKind::Fpga, FPGA_REGISTERS),
+        vmm_broker::EndpointKind::Nvme => (EndpointKind::Storage, 0),
+        vmm_broker::EndpointKind::Memory => (EndpointKind::Memory, 0),
+        vmm_broker::EndpointKind::Edu => (EndpointKind::Engine, 0),
     };
     EndpointSpec {
         id,

@@ -9,7 +9,9 @@
 
 mod build;
 mod drain;
+mod functions;
 mod observer;
+mod prove;
 
 use std::io::{PipeReader, PipeWriter};
 use std::os::fd::OwnedFd;
@@ -18,7 +20,9 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, bail};
 use clap::Args;
+use hw_engine::RamMap;
 use rustix::event::{PollFd, PollFlags, poll};
+use vdev_device::Device;
 use vmm_broker::{Channel, JournalPage, Setup, SetupFds, TenantPage, ToSupervisor, ToWorker, UnsealedMemory};
 use vmm_sandbox::{Class, Sandbox};
 use vmm_vhost_user::{Options, ThreadClass, UnsealedPolicy, serve};
@@ -39,7 +43,7 @@ pub(crate) struct WorkerArgs {
 
 /// Its own slices, two event counters a queue, and a front-end's memory.
 const NEEDS: Needs = Needs {
-    classes: &[Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper],
+    classes: &[Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper, Class::Engine],
     threads: true,
     descriptors: Some(2048),
 };
@@ -79,14 +83,13 @@ fn work(
     (ended, ending): (PipeReader, PipeWriter),
     sandbox: &Arc<Sandbox>,
 ) -> anyhow::Result<()> {
-    let SetupFds { listener, page, ledger, journal, slices } = fds;
+    let SetupFds { listener, page, ledger, journal, slices, functions } = fds;
     let page = Arc::new(TenantPage::open(page).context("Cannot map the tenant's page")?);
     crate::log::count_in(Arc::clone(&page));
-    let built = build(setup, ledger, slices, &page, sandbox)?;
-    let (device, links) = (Arc::clone(&built.device), Arc::clone(&built.links));
+    let Built { device, ram, links, idle: _open } = build(setup, ledger, slices, functions, &page, sandbox)?;
     let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
     let options = options(setup, journal, sandbox);
-    let connection = connect(built, listener, options, ending)?;
+    let connection = connect(Arc::clone(&device), ram, listener, options, ending)?;
     let mut drain = Drain::default();
     if setup.drained {
         drain.begin(&device, 0);
@@ -128,14 +131,15 @@ fn work(
 
 /// Starts the thread that serves the connection. `ending` is closed when it has ended.
 fn connect(
-    built: Built,
+    device: Arc<Device>,
+    ram: Arc<dyn RamMap>,
     listener: OwnedFd,
     options: Options,
     ending: PipeWriter,
 ) -> anyhow::Result<JoinHandle<anyhow::Result<()>>> {
     let serve = move || {
         let _ending = ending;
-        Ok(serve(listener, built.device, built.ram, &options, || {})?)
+        Ok(serve(listener, device, ram, &options, || {})?)
     };
     std::thread::Builder::new().name("serve".into()).spawn(serve).context("Cannot start a thread")
 }

@@ -11,7 +11,7 @@ use vmm_broker::{Endpoint, Lease, LeaseSlice, Link, LinkTable, Setup, ToKeeper, 
 use vmm_control::SocketFile;
 
 use super::{Stage, Tenant};
-use crate::config::{Config, SliceConfig, TenantConfig};
+use crate::config::{Config, DeviceConfig, SliceConfig, TenantConfig};
 use crate::supervisor::child::Child;
 use crate::supervisor::leftovers::remove_socket;
 use crate::supervisor::process::Starter;
@@ -124,15 +124,22 @@ impl Tenant {
             tenant: self.config.name.clone(),
             session: self.session,
             slices: self.config.slices.iter().filter_map(slice).collect(),
+            container: devices(&self.config, config).any(|device| device.function.is_some()),
         }
     }
+}
+
+/// The device of each slice.
+fn devices<'a>(tenant: &'a TenantConfig, config: &'a Config) -> impl Iterator<Item = &'a DeviceConfig> {
+    tenant.slices.iter().filter_map(|slice| config.devices.get(slice.device))
 }
 
 fn setup(tenant: &TenantConfig, place: u16, session: u32, config: &Config) -> Setup {
     let endpoint = |slice: &SliceConfig| {
         let device = config.devices.get(slice.device)?;
         let (kind, engines, link) = (device.kind, device.engines, device.number);
-        Some(Endpoint { name: slice.name.clone(), kind, memory_len: slice.memory, engines, link })
+        let function = device.function.clone();
+        Some(Endpoint { name: slice.name.clone(), kind, memory_len: slice.memory, engines, link, function })
     };
     let count = config.devices.iter().map(|device| usize::from(device.number) + 1).max().unwrap_or(0);
     let mut links = vec![Link { bandwidth: 0, latency_ns: 0 }; count];

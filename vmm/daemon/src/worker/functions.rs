@@ -1,0 +1,163 @@
+//! A tenant's PCI functions: from descriptors to memory and engines.
+//!
+//! Whatever a function's memory held is lost before anybody reaches it: nothing of one session is seen in the next.
+//!
+//! Not here: what a driver does, which pairs are proved.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail, ensure};
+use hw_engine::{DmaEngine, Memory};
+use hw_host::{DeviceArea, HostMemory};
+use hw_vfio::{FaultWatch, Fleet, Function, Hole, Host, Kind, Member, Slice, ThreadHook, Unwatched, VfioEngine};
+use iommu_addr::{ApertureOffset, EndpointId, Location};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use vmm_broker::{Endpoint, EndpointKind, FunctionFds, Setup};
+
+/// How long the watcher may take to answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The functions of a tenant, none of which an engine has yet.
+pub(crate) struct Functions<'a> {
+    endpoints: Vec<(EndpointId, &'a Endpoint, &'a vmm_broker::Function)>,
+    host: Arc<Host>,
+    free: BTreeMap<String, (Function, OwnedFd)>,
+}
+
+/// Every engine of a tenant that has functions.
+pub(crate) struct Hardware {
+    pub(crate) fleet: Arc<Fleet>,
+    /// Functions without an engine, which answer as long as they are open.
+    pub(crate) idle: Vec<Function>,
+}
+
+impl<'a> Functions<'a> {
+    /// Opens them.
+    pub(crate) fn open(setup: &'a Setup, fds: FunctionFds) -> anyhow::Result<Self> {
+        let host = Arc::new(Host::new(fds.container));
+        let mut free = BTreeMap::new();
+        for (address, (device, watch)) in setup.functions().into_iter().zip(fds.functions) {
+            free.insert(address.to_owned(), (Function::new(&host, device, address)?, watch));
+        }
+        let endpoints = setup.endpoints.iter().zip(0..);
+        let endpoints = endpoints.filter_map(|(of, id)| Some((EndpointId::local(id), of, of.function.as_ref()?)));
+        Ok(Self { endpoints: endpoints.collect(), host, free })
+    }
+
+    /// Maps the memory that is behind BARs, and erases it.
+    pub(crate) fn map(&self, memory: &HostMemory) -> anyhow::Result<()> {
+        for (id, endpoint, part) in self.of_kind(EndpointKind::Memory) {
+            let (function, _) = self.free.get(&part.address).context("The function is not there")?;
+            let failed = || format!("The memory of slice {:?} cannot be used", endpoint.name);
+            let (file, offset) = function.bar_file(part.part).with_context(failed)?;
+            let mut areas = Vec::new();
+            for area in function.areas(part.part).into_iter().filter(|area| area.start < endpoint.memory_len) {
+                let len = area.len.min(endpoint.memory_len - area.start);
+                areas.push(DeviceArea {
+                    start: area.start,
+                    file: &file,
+                    offset: offset + area.start,
+                    len,
+                    buffer: None,
+                });
+            }
+            let mapped: u64 = areas.iter().map(|area| area.len).sum();
+            ensure!(
+                mapped == endpoint.memory_len,
+                "Of BAR {} of function {} only {mapped} of {} bytes can be mapped; give slice {:?} less",
+                part.part,
+                part.address,
+                endpoint.memory_len,
+                endpoint.name
+            );
+            memory.add_device(id, &areas).with_context(failed)?;
+            memory.fill(at(id, 0), endpoint.memory_len, 0).with_context(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Starts the engines, and erases what memory they have. `rest` does what no function does.
+    pub(crate) fn engines(
+        mut self,
+        memory: &Arc<HostMemory>,
+        rest: Arc<dyn DmaEngine>,
+        hook: &ThreadHook,
+    ) -> anyhow::Result<Hardware> {
+        let holes = self.of_kind(EndpointKind::Memory).filter(|(_, _, part)| part.unmapped > 0);
+        let holes = holes.filter_map(|(id, endpoint, part)| {
+            memory.place(at(id, endpoint.memory_len.saturating_sub(part.unmapped)), part.unmapped)
+        });
+        let host = Arc::new(Hole::new(Arc::clone(&self.host), holes.collect()));
+        // Memory has no engine, also if the function that it is of has one.
+        let idle = self.of_kind(EndpointKind::Memory).map(|(id, _, _)| id).collect();
+        let memories: Vec<_> = self.of_kind(EndpointKind::Memory).map(|(id, _, part)| (id, &part.address)).collect();
+        let behind = |address| memories.iter().filter(|(_, of)| *of == address).map(|(id, _)| *id).collect();
+        let mut members: Vec<Member> = Vec::new();
+        for (id, endpoint, part) in std::mem::take(&mut self.endpoints) {
+            let kind = match endpoint.kind {
+                EndpointKind::Nvme => Kind::Nvme { namespace: part.part },
+                EndpointKind::Edu => Kind::Edu,
+                EndpointKind::Memory => continue,
+                EndpointKind::Gpu | EndpointKind::Fpga => bail!("A simulated device is no function"),
+            };
+            let failed = || format!("Slice {:?} has no engine", endpoint.name);
+            let (function, watch) = self.free.remove(&part.address).with_context(failed)?;
+            let own = (endpoint.memory_len > 0).then_some(Slice { endpoint: id, start: 0, len: endpoint.memory_len });
+            let watch: Box<dyn FaultWatch> = Box::new(Watch { socket: Some(watch) });
+            let hook = Some(Arc::clone(hook));
+            let engine = VfioEngine::open(kind, function, host.clone(), own, memory.clone(), Some(watch), hook);
+            let engine = engine.with_context(failed)?;
+            engine.erase_own().with_context(failed)?;
+            members.push(Member { endpoint: id, engine: Arc::new(engine), same_function: behind(&part.address) });
+        }
+        let fleet = Fleet::new(members, idle, rest, memory.clone(), Some(Arc::clone(hook)))?;
+        Ok(Hardware { fleet: Arc::new(fleet), idle: self.free.into_values().map(|(function, _)| function).collect() })
+    }
+
+    fn of_kind(
+        &self,
+        kind: EndpointKind,
+    ) -> impl Iterator<Item = (EndpointId, &'a Endpoint, &'a vmm_broker::Function)> {
+        self.endpoints.iter().copied().filter(move |(_, endpoint, _)| endpoint.kind == kind)
+    }
+}
+
+fn at(endpoint: EndpointId, offset: u64) -> Location {
+    Location::Aperture { endpoint, offset: ApertureOffset(offset) }
+}
+
+/// The broker's watcher, from here.
+struct Watch {
+    /// `None` once it has not answered: an answer that comes late would be taken for one to the next question.
+    socket: Option<OwnedFd>,
+}
+
+impl FaultWatch for Watch {
+    fn count(&mut self) -> Result<u64, Unwatched> {
+        let count = self.socket.as_ref().and_then(ask);
+        if count.is_none() && self.socket.take().is_some() {
+            tracing::error!("{Unwatched}");
+        }
+        count.ok_or(Unwatched)
+    }
+}
+
+fn ask(socket: &OwnedFd) -> Option<u64> {
+    send(socket, &[0], SendFlags::NOSIGNAL).ok()?;
+    let patience = Timespec::try_from(PATIENCE).ok()?;
+    loop {
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&patience)) {
+            Err(Errno::INTR) => {}
+            Ok(1..) => break,
+            _ => return None,
+        }
+    }
+    let mut answer = [0; 8];
+    let received = recv(socket, &mut answer, RecvFlags::DONTWAIT).ok()?;
+    (received.1 == answer.len()).then(|| u64::from_le_bytes(answer))
+}
