@@ -7,23 +7,21 @@ use std::process::Command;
 
 use anyhow::{Context, Result};
 use xtask::demo::{Row, Rows};
-use xtask::guest::accel;
-use xtask::kit::Kit;
 
 use super::checkout;
 
-/// Writes `file` about a run of the guest's tests on `kit`'s kernel.
-pub(crate) fn write(file: &Path, kit: &Kit, rows: &Rows<'_>) -> Result<()> {
-    let machine = format!("QEMU {}, {:?}", kit.qemu.version, accel::choose(kit)?.accel);
-    let text = text(&commit()?, kit.kernel_release(), &machine, rows.all());
+/// Writes `file`: what it is about, the commit and what else the run was made `with` (names and versions), the rows.
+pub(crate) fn write(file: &Path, about: &str, with: &[(&str, String)], rows: &Rows<'_>) -> Result<()> {
+    let text = text(about, &commit()?, with, rows.all());
     fs::write(file, text).with_context(|| format!("Cannot write {}", file.display()))
 }
 
-fn text(commit: &str, kernel: &str, machine: &str, rows: &[Row]) -> String {
-    let mut text = "The guest's tests, as `cargo xtask test --kernel KERNEL --evidence FILE` saw them. A BUG, a WARNING or a report of a check in the\n\
-                    kernel's log would have ended the run. A debug kernel is built with tests/xtask/debug-kernel.config.\n\n"
-        .to_owned();
-    let _ = writeln!(text, "commit   {commit}\nkernel   Linux {kernel}\nmachine  {machine}\n");
+fn text(about: &str, commit: &str, with: &[(&str, String)], rows: &[Row]) -> String {
+    let mut text = format!("{about}\n\n{:<16} {commit}\n", "commit");
+    for (name, version) in with {
+        let _ = writeln!(text, "{name:<16} {version}");
+    }
+    text.push('\n');
     for row in rows {
         let verdict = if row.ok { "ok  " } else { "FAIL" };
         let got = if row.ok { row.got.clone() } else { format!("{} in place of {}", row.got, row.expected) };
@@ -54,8 +52,9 @@ mod tests {
     #[test]
     fn a_failed_row_is_seen_and_counted() {
         let rows = [Row::new("a", "0", "0"), Row::new("b", "0", "3")];
-        let text = text("c0ffee", "7.3", "QEMU", &rows);
-        assert!(text.contains("commit   c0ffee\n") && text.contains("1 passed, 1 failed"), "{text}");
+        let text = text("Rows.", "c0ffee", &[("kernel", "Linux 7.3".to_owned())], &rows);
+        assert!(text.starts_with("Rows.\n\ncommit           c0ffee\nkernel           Linux 7.3\n\n"), "{text}");
+        assert!(text.ends_with("\n1 passed, 1 failed\n"), "{text}");
         assert!(text.lines().any(|line| line.starts_with("FAIL b") && line.ends_with("3 in place of 0")), "{text}");
     }
 }

@@ -7,7 +7,7 @@ use xtask::kit::{Kernel, Kit, NotToBeHad};
 /// Prepare what guests need: host packages, QEMU, guest kernels and their compilers, in the user's cache.
 #[derive(Debug, Args)]
 pub(crate) struct KitArgs {
-    /// Also build the debug kernel (KASAN, lockdep, kmemleak), if it is not there yet: 8 minutes on two idle processors
+    /// Also build the debug kernel (KASAN, lockdep, kmemleak, iommufd), if it is not there yet: a quarter of an hour on two processors
     #[arg(long, conflicts_with = "print")]
     debug_kernel: bool,
     /// Show the kit's paths and versions; build nothing

@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use xtask::demo::programs::target_dir;
 use xtask::demo::{self, Acts, Row, Rows};
+use xtask::guest::accel;
 use xtask::kit::{Kernel, Kit};
 use xtask::lab::{self, Topology};
 
@@ -14,6 +15,9 @@ use super::{Steps, cargo, checkout, evidence, lint, must};
 /// Kernels that the module must build for, and those that guests run it on.
 const MODULES: [Kernel; 3] = [Kernel::Newest, Kernel::V6_12, Kernel::V6_1];
 const GUESTS: [Kernel; 2] = [Kernel::Newest, Kernel::V6_12];
+/// What evidence of the guest's tests is about.
+const ABOUT: &str = "The guest's tests, as `cargo xtask test --kernel KERNEL --evidence FILE` saw them. A BUG, a WARNING or a report of a check in the\n\
+                     kernel's log would have ended the run. A debug kernel is built with tests/xtask/debug-kernel.config.";
 
 /// Run everything a change must pass: lint, the kernel module with W=1 and sparse, and all tests, guests included
 #[derive(Debug, Args)]
@@ -54,7 +58,7 @@ pub(crate) fn run(args: TestArgs) -> Result<()> {
         steps
             .run("two guests: the demo's second act", || check(&demo::in_guest(kit, Acts::Second, None, &mut |_| {})?));
         steps.run("the lab: VT-d, VFIO and guests under KVM", || {
-            check(&lab::check(kit, &Topology::load(Path::new("default"))?, &mut |_| {})?)
+            check(&lab::check(kit, &Topology::load(Path::new("default"))?, None, &mut |_| {})?)
         });
     }
     steps.finish()
@@ -66,7 +70,9 @@ fn guest(kernel: Kernel, evidence: Option<&Path>) -> Result<()> {
     let mut ignore = |_: &Row| {};
     let rows = demo::guest_tests(&kit, &mut ignore)?;
     if let Some(file) = evidence {
-        evidence::write(file, &kit, &rows)?;
+        let machine = format!("QEMU {}, {:?}", kit.qemu.version, accel::choose(&kit)?.accel);
+        let with = [("kernel", format!("Linux {}", kit.kernel_release())), ("machine", machine)];
+        evidence::write(file, ABOUT, &with, &rows)?;
     }
     check(&rows)
 }

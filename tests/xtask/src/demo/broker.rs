@@ -33,7 +33,10 @@ struct Broker {
 /// When there is no broker to ask.
 pub fn judge(programs: &Programs, rows: &mut Rows<'_>) -> Result<()> {
     let broker = Broker::start(programs)?;
-    broker.send(&ToBroker::Devices { devices: vec![BrokerDevice { name: DEVICE.into(), memory: 64 * MIB }] })?;
+    broker.send(&ToBroker::Devices {
+        devices: vec![BrokerDevice { name: DEVICE.into(), memory: 64 * MIB, function: None }],
+        groups: Vec::new(),
+    })?;
     let first = broker.lease("a", 1, DEVICE, 48)?;
     let mut row = |name: &str, expected: &str, got: &std::result::Result<OwnedFd, String>| {
         let got = got.as_ref().map_or_else(Clone::clone, |_| "given".to_owned());
@@ -90,7 +93,7 @@ impl Broker {
         mib: u64,
     ) -> Result<std::result::Result<OwnedFd, String>> {
         let slice = LeaseSlice { name: "slice".into(), device: device.into(), memory: mib * MIB };
-        self.send(&ToBroker::Lease(Lease { tenant: tenant.into(), session, slices: vec![slice] }))?;
+        self.send(&ToBroker::Lease(Lease { tenant: tenant.into(), session, slices: vec![slice], container: false }))?;
         let (answer, mut fds) = self.channel.receive::<FromBroker>()?.context("The broker has gone")?;
         match answer {
             FromBroker::Refused { reason, .. } => Ok(Err(reason)),

@@ -88,7 +88,7 @@ impl FromStr for Kernel {
 
 impl Kit {
     /// The same kit with another kernel, which is brought into the tree if it is not there yet: about 10 s and 50 to 90 MB, for the debug
-    /// kernel 8 minutes on two idle processors and 250 MB. Says what it does on stderr.
+    /// kernel a quarter of an hour on two processors and 250 MB. Says what it does on stderr.
     ///
     /// # Errors
     /// [`super::NotToBeHad`] when the archive does not give an older kernel; else when a step fails, and the next call starts over.

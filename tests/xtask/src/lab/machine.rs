@@ -10,6 +10,7 @@ use std::fmt::Write as _;
 use std::fs::{self, File};
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -26,6 +27,8 @@ use crate::kit::module::KernelModule;
 
 /// Slot of the first root port: before it, QEMU places what has no slot of its own.
 const FIRST_SLOT: usize = 0x10;
+/// The environment variable that has the console of the host shown as it comes.
+const SHOW: &str = "PEERGATE_LAB_CONSOLE";
 /// Where the host has the kit's image.
 pub const KIT: &str = "/kit";
 /// Modules that the host cannot do without.
@@ -52,6 +55,8 @@ pub struct Ran {
     pub console: Vec<String>,
     /// From start to end.
     pub wall: Duration,
+    /// Where the devices' bytes are: a file `NAME` for memory, `NAME-NUMBER` for a namespace.
+    pub devices: Arc<TempDir>,
 }
 
 impl<'k> Machine<'k> {
@@ -79,7 +84,8 @@ impl<'k> Machine<'k> {
         let mut spec = GuestSpec::new(root).args(devices(topology, dir.path())?).args(image(&kit.image()?));
         spec.memory_mib = topology.memory_mib;
         spec.smp = topology.processors;
-        spec.append = "intel_iommu=on".to_owned();
+        // Whether ticks come, the kernel tests against the clock: on a busy machine that translates, it fails.
+        spec.append = "intel_iommu=on no_timer_check".to_owned();
         spec.accel = Some(accel(kit)?);
         Ok(Self { kit, spec, start, dir })
     }
@@ -113,11 +119,19 @@ impl<'k> Machine<'k> {
         self.spec.timeout = timeout;
         let mut console = Vec::new();
         let outcome = boot(self.kit, &self.spec, |line| {
+            if std::env::var_os(SHOW).is_some() {
+                eprintln!("| {line}");
+            }
             console.push(line.to_owned());
             ControlFlow::Continue(())
         })?;
         let results = fs::read(&results).context("Cannot read what the lab's host answered")?;
-        Ok(Ran { results: String::from_utf8_lossy(&results).into_owned(), console, wall: outcome.wall })
+        Ok(Ran {
+            results: String::from_utf8_lossy(&results).into_owned(),
+            console,
+            wall: outcome.wall,
+            devices: Arc::new(self.dir),
+        })
     }
 
     /// Boots and gives this process's terminal a prompt in the host. Blocks until it has powered off: at the end of the shell.
@@ -141,8 +155,11 @@ fn modules(kit: &Kit) -> Result<Vec<KernelModule>> {
     Ok(modules)
 }
 
-/// KVM only if it can do in a guest what guests of the guest need.
-fn accel(kit: &Kit) -> Result<Accel> {
+/// What runs the host: KVM only if it can do in a guest what guests of the guest need.
+///
+/// # Errors
+/// When it cannot be found out.
+pub fn accel(kit: &Kit) -> Result<Accel> {
     let is_nested = ["amd", "intel"].iter().any(|vendor| {
         let setting = fs::read_to_string(format!("/sys/module/kvm_{vendor}/parameters/nested"));
         setting.is_ok_and(|setting| matches!(setting.trim(), "1" | "Y"))
@@ -161,7 +178,12 @@ fn devices(topology: &Topology, dir: &Path) -> Result<Vec<String>> {
         match device {
             Device::Edu => args.extend(words(&["-device", &format!("edu,bus=port-{name}")])),
             Device::Memory { size_mib } => {
-                let memory = format!("memory-backend-memfd,id=mem-{name},size={size_mib}M,share=on");
+                let file = dir.join(name);
+                let file = file
+                    .to_str()
+                    .filter(|file| !file.contains(','))
+                    .context("The folder for temporary files has a name that QEMU does not take")?;
+                let memory = format!("memory-backend-file,id=mem-{name},size={size_mib}M,share=on,mem-path={file}");
                 let device = format!("ivshmem-plain,memdev=mem-{name},bus=port-{name}");
                 args.extend(words(&["-object", &memory, "-device", &device]));
             }
@@ -238,7 +260,7 @@ mod tests {
             "-device",
             "pcie-root-port,id=port-m,bus=pcie.0,addr=0x12,chassis=3,slot=3",
             "-object",
-            "memory-backend-memfd,id=mem-m,size=64M,share=on",
+            &format!("memory-backend-file,id=mem-m,size=64M,share=on,mem-path={}", dir.path().join("m").display()),
             "-device",
             "ivshmem-plain,memdev=mem-m,bus=port-m",
         ];

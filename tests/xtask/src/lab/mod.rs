@@ -1,7 +1,7 @@
 //! The lab: a whole host in one QEMU, with an IOMMU, PCIe root ports, DMA engines and memory behind BARs, and guests of its own under real KVM.
 //!
 //! A [`Topology`] says which devices there are, a [`Machine`] is that host; programs of this machine run in it ([`run_program`]) and so do guests
-//! (`inner`). [`check`](check()) plays every scenario (`devices`, `engines`, `guests`) and judges it. Nothing of this needs such hardware here: the translator emulates it where KVM does not run.
+//! (`inner`), under either VMM (`vmm`). [`check`](check()) plays every scenario (`devices`, `engines`, `guests`, `restless`) and judges it. Nothing of this needs such hardware here: the translator emulates it where KVM does not run.
 //!
 //! Not here: what a device does, and what a driver of it must.
 
@@ -11,8 +11,11 @@ pub mod engines;
 pub mod guests;
 pub mod inner;
 pub mod machine;
+pub mod restless;
 mod script;
 pub mod topology;
+pub mod transfers;
+pub mod vmm;
 
 use std::path::Path;
 use std::time::Duration;
@@ -75,7 +78,8 @@ mod tests {
     use super::*;
 
     fn end(results: &str) -> Result<Ended> {
-        ended(Ran { results: results.to_owned(), console: vec!["panic".to_owned()], wall: Duration::ZERO })
+        let devices = std::sync::Arc::new(tempfile::tempdir().unwrap());
+        ended(Ran { results: results.to_owned(), console: vec!["panic".to_owned()], wall: Duration::ZERO, devices })
     }
 
     #[test]

@@ -35,6 +35,41 @@ watched() {
 left() { sed -n 's/^MemAvailable: *\([0-9]*\).*/\1/p' /proc/meminfo; }
 seconds() { cut -d. -f1 /proc/uptime; }
 
+# within SECONDS COMMAND: tries it again and again until it succeeds; fails when the time is over.
+within() {
+    tries=$1
+    shift
+    until "$@"; do
+        tries=$((tries - 1))
+        [ $tries -gt 0 ] || return 1
+        sleep 1
+    done
+}
+
+# start_daemon NAME CONFIG: a peergated, and whether it is ready; end_daemon NAME ends it and says how it went.
+start_daemon() {
+    peergated --config $2 >/run/$1.out 2>/run/$1.log &
+    daemon=$!
+    within 120 is_up $1
+    fact $1/daemon-is-ready $(grep -q ready /run/$1.out && echo yes)
+    grep -q ready /run/$1.out || cat /run/$1.log
+}
+is_up() { grep -qs ready /run/$1.out || ! kill -0 $daemon; }
+end_daemon() {
+    kill $daemon
+    wait $daemon
+    fact $1/daemon-ends $?
+    fact $1/daemon-errors-logged $(grep -cE ' ERROR |panicked' /run/$1.log)
+    grep -E ' ERROR |panicked' /run/$1.log
+}
+
+# device_words VMM TENANT: what the VMM is told of the tenant's device; a guest here has its memory anyway.
+device_words() { peergate attach --vmm $1 $2 | tr -d "'\\\\" | grep -E '^(-chardev|-device|--generic-vhost-user) '; }
+
+# of_tenant NAME: a number or word that the daemon has of its only tenant; is_tenant NAME TEST VALUE asks about it.
+of_tenant() { peergate --json status | sed -n "s/^ *\"$1\": \"*\([a-z0-9]*\)\"*,*$/\1/p"; }
+is_tenant() { [ "$(of_tenant $1)" $2 $3 ]; }
+
 # What the kernel calls the device behind the root port in a slot.
 behind() {
     for device in /sys/bus/pci/devices/0000:00:$1.0/0000:*; do
