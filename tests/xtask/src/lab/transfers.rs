@@ -173,7 +173,7 @@ say owner/kernel-complaints $(complaints)
 
 /// In the other tenant's guest. What is the owner's has numbers there that nothing of its own has.
 const OTHER: &str = r#"
-say other/endpoints $(pgctl endpoints --json | grep -o '"name":"[a-z0-9]*"' | cut -d'"' -f4)
+say other/endpoints $(pgctl list --json | grep -o '"name":"[a-z0-9]*"' | cut -d'"' -f4)
 printf 'hold 4096 1\nforge endpoint 2\nforge endpoint 60000\nend\n' | pgctl act >/log 2>&1
 sed "s|^|other/act/log |" /log >&3
 answer() { sed -n "${1}s/.*\"answer\":\"\([^\"]*\)\".*/\1/p" /log; }
