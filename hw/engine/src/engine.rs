@@ -161,6 +161,8 @@ pub struct EngineCaps {
     pub queue_depth: usize,
     /// It says so when the host's IOMMU stops it.
     pub reports_faults: bool,
+    /// Mappings that its IOMMU can hold; `u32::MAX` if it maps none.
+    pub max_mappings: u32,
 }
 
 /// What kind of device an endpoint is a slice of.

@@ -59,7 +59,7 @@ impl Engine {
 
 impl DmaEngine for Engine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: 1 << 20, queue_depth: 1, reports_faults: true }
+        EngineCaps { max_transfer: 1 << 20, queue_depth: 1, reports_faults: true, max_mappings: u32::MAX }
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

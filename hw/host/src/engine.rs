@@ -33,7 +33,12 @@ impl HostEngine {
 
 impl DmaEngine for HostEngine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: QUEUE_DEPTH, reports_faults: true }
+        EngineCaps {
+            max_transfer: MAX_TRANSFER,
+            queue_depth: QUEUE_DEPTH,
+            reports_faults: true,
+            max_mappings: u32::MAX,
+        }
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

@@ -127,7 +127,7 @@ fn written(work: &Work) -> &[Segment] {
 impl DmaEngine for SimEngine {
     fn caps(&self) -> EngineCaps {
         let max_transfer = if self.core.fabric.is_instant() { MAX_INSTANT } else { MAX_TRANSFER };
-        EngineCaps { max_transfer, queue_depth: self.core.depth, reports_faults: true }
+        EngineCaps { max_transfer, queue_depth: self.core.depth, reports_faults: true, max_mappings: u32::MAX }
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

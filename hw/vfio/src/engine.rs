@@ -10,7 +10,7 @@ use iommu_addr::{EndpointId, Segment};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::drivers::{self, Driver, Kind};
-use crate::host::MapSink;
+use crate::host::{MAX_MAPPINGS, MapSink};
 use crate::mover::{MAX_TRANSFER, Mover};
 use crate::queue::{Carrier, DEPTH, Queue, ThreadHook, Wake};
 use crate::reach::Reach;
@@ -146,7 +146,12 @@ impl VfioEngine {
 
 impl DmaEngine for VfioEngine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: DEPTH, reports_faults: self.reach.shape.reports_faults }
+        EngineCaps {
+            max_transfer: MAX_TRANSFER,
+            queue_depth: DEPTH,
+            reports_faults: self.reach.shape.reports_faults,
+            max_mappings: MAX_MAPPINGS,
+        }
     }
 
     fn in_one_hop(&self, _initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {

@@ -204,9 +204,11 @@ impl DmaEngine for Fleet {
             max_transfer: one.max_transfer.min(other.max_transfer),
             queue_depth: one.queue_depth.min(other.queue_depth),
             reports_faults: one.reports_faults && other.reports_faults,
+            max_mappings: one.max_mappings.min(other.max_mappings),
         };
         // The stager's own.
-        all.fold(EngineCaps { max_transfer: MAX_TRANSFER, queue_depth: DEPTH, reports_faults: true }, both)
+        let (max_transfer, queue_depth) = (MAX_TRANSFER, DEPTH);
+        all.fold(EngineCaps { max_transfer, queue_depth, reports_faults: true, max_mappings: u32::MAX }, both)
     }
 
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {

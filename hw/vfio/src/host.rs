@@ -19,6 +19,9 @@ use crate::bus::{Bus, PAGE};
 use crate::iommufd::Ioas;
 use crate::{VfioError, ioctls};
 
+/// Mappings that a container of type1 holds, unless the module's parameter `dma_entry_limit` says otherwise (Linux, `vfio_iommu_type1.c`: U16_MAX).
+pub(crate) const MAX_MAPPINGS: u32 = 65_535;
+
 /// One IOMMU domain, and the bus addresses in it.
 pub struct Host(Arc<Inner>);
 

@@ -278,6 +278,12 @@ fn a_fleet_of_disks_that_do_not_reach_each_other_conforms() {
 }
 
 #[test]
+fn an_engine_maps_no_more_than_a_container_holds() {
+    let most = |parts: Parts| parts.engine.caps().max_mappings;
+    assert_eq!((most(build(DISK, Trouble::None)), most(build_fleet(2))), (65_535, 65_535));
+}
+
+#[test]
 fn a_hop_is_what_one_engine_does_alone() {
     let hop = |parts: &Parts, dst: (Location, u64), src: (Location, u64)| {
         let list = |(at, len)| [Segment { at, len }];

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use hw_engine::{DmaEngine, RamMap};
+use hw_engine::{DmaEngine, EngineCaps, RamMap};
 use iommu_addr::DomainId;
 use iommu_core::Iommu;
 use vdev_wire::{
@@ -98,7 +98,7 @@ impl Device {
         observer: Arc<dyn Observer>,
     ) -> Result<Arc<Self>, SpecError> {
         spec.check()?;
-        let limits = spec.limits.clone();
+        let limits = within(&spec.limits, engine.caps());
         let endpoints = spec.endpoints.iter().map(|endpoint| endpoint.id);
         let iommu = Iommu::new(of_iommu(&limits), endpoints).map_err(|source| SpecError::Iommu { source })?;
         let batch = usize::from(limits.max_batch).saturating_mul(DESCRIPTOR_SIZE);
@@ -151,8 +151,9 @@ impl Device {
     /// [`SpecError::Limit`] for limits that make no device; then nothing has changed.
     pub fn set_limits(&self, limits: &Limits) -> Result<(), SpecError> {
         limits.check()?;
-        self.iommu.set_limits(&of_iommu(limits));
-        self.limits.set(limits);
+        let limits = within(limits, self.engine.caps());
+        self.iommu.set_limits(&of_iommu(&limits));
+        self.limits.set(&limits);
         self.credits.set_limit(limits.max_in_flight);
         self.events.set_limit(limits.max_events);
         lock(&self.buffers).set_limit(limits.max_buffers);
@@ -295,6 +296,11 @@ impl Device {
 
     /// How long a stopped queue's work may go on before it is cancelled.
     pub(crate) const STOP_PATIENCE: Duration = Duration::from_secs(2);
+}
+
+/// What is allowed, but no more mappings than the engine's IOMMU holds.
+fn within(limits: &Limits, caps: EngineCaps) -> Limits {
+    Limits { max_mappings: limits.max_mappings.min(caps.max_mappings), ..limits.clone() }
 }
 
 /// What the virtual IOMMU counts.

@@ -22,7 +22,7 @@ const MAX_EVENTS: u32 = 1 << 16;
 pub struct Limits {
     /// Domains at a time, those that are being destroyed included.
     pub max_domains: u32,
-    /// Mappings at a time, MAP and ALLOC and all domains together.
+    /// Mappings at a time, MAP and ALLOC and all domains together; no more than [`hw_engine::EngineCaps::max_mappings`] in any case.
     pub max_mappings: u32,
     /// Segments in one MAP.
     pub max_segments: u32,

@@ -3,7 +3,11 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::*;
+use hw_engine::DmaEngine;
+use hw_host::HostEngine;
 use vdev_device::{Counter, DeviceSpec, Limits};
 use vdev_wire::{Opcode, ProbeReply, Status, WorkDescriptor};
 use zerocopy::IntoBytes;
@@ -105,6 +109,22 @@ fn lower_limits_take_nothing_away_and_refuse_what_is_new() {
     handles.into_iter().for_each(|handle| assert_eq!(bed.free(1, handle).status, Status::Ok));
     bed.device.set_limits(&spec().limits).unwrap();
     assert_eq!(map_one(&mut bed, 1, 1).0, Status::Ok);
+}
+
+#[test]
+fn there_are_no_more_mappings_than_the_engines_iommu_holds() {
+    let limits = |max_mappings| Limits { max_mappings, ..spec().limits };
+    let engine = |memory| ScriptEngine::mapping(Arc::new(HostEngine::new(memory)), 1 << 20, 3) as Arc<dyn DmaEngine>;
+    let mut bed = Bed::over(DeviceSpec { limits: limits(8), ..spec() }, engine).prepared();
+    let told = |bed: &mut Bed| bed.ok(Opcode::Probe, 0, &[]).read::<ProbeReply>().max_mappings.get();
+    assert_eq!(told(&mut bed), 3);
+    // The bed has one.
+    assert_eq!((map_one(&mut bed, 1, 1).0, map_one(&mut bed, 1, 2).0), (Status::Ok, Status::Ok));
+    assert_eq!(map_one(&mut bed, 1, 3), (Status::Quota, 3));
+    bed.device.set_limits(&limits(2)).unwrap();
+    assert_eq!(told(&mut bed), 2);
+    bed.device.set_limits(&limits(100)).unwrap();
+    assert_eq!((told(&mut bed), map_one(&mut bed, 1, 3)), (3, (Status::Quota, 3)));
 }
 
 #[test]

@@ -64,7 +64,7 @@ impl Plain {
 
 impl DmaEngine for Plain {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: 1 << 20, queue_depth: 4, reports_faults: true }
+        EngineCaps { max_transfer: 1 << 20, queue_depth: 4, reports_faults: true, max_mappings: u32::MAX }
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

@@ -42,15 +42,21 @@ pub struct ScriptEngine {
     pub abort_ends: Mutex<bool>,
     pub state: Mutex<State>,
     max_transfer: u64,
+    max_mappings: u32,
     /// Whoever cannot copy in one hop.
     pub two_hops: Mutex<Option<EndpointId>>,
 }
 
 impl ScriptEngine {
     pub fn new(inner: Arc<dyn DmaEngine>, max_transfer: u64) -> Arc<Self> {
+        Self::mapping(inner, max_transfer, u32::MAX)
+    }
+
+    /// One whose IOMMU holds so many mappings.
+    pub fn mapping(inner: Arc<dyn DmaEngine>, max_transfer: u64, max_mappings: u32) -> Arc<Self> {
         let (mode, abort_ends) = (Mutex::new(Mode::Inline), Mutex::new(true));
         let (state, two_hops) = Default::default();
-        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, two_hops })
+        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, max_mappings, two_hops })
     }
 
     pub fn set(&self, mode: Mode) {
@@ -115,7 +121,12 @@ fn len(work: &Work) -> u64 {
 
 impl DmaEngine for ScriptEngine {
     fn caps(&self) -> EngineCaps {
-        EngineCaps { max_transfer: self.max_transfer, queue_depth: 64, reports_faults: true }
+        EngineCaps {
+            max_transfer: self.max_transfer,
+            queue_depth: 64,
+            reports_faults: true,
+            max_mappings: self.max_mappings,
+        }
     }
 
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
