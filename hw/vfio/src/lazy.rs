@@ -2,23 +2,26 @@
 //!
 //! Each engine has its own [`Lazy`]. What is given up for the time saved: a function that misbehaves reaches memory that one of its commands used a moment
 //! ago, with the rights that the command had, also when an UNMAP of the guest has been answered since; and guest memory that goes stays pinned until then.
-//! It ends when the engine has had nothing to do for a second, when newer mappings need the room, or with the engine.
+//! It ends with the first command that is over after a second, when the engine has had nothing to do for a second, when newer mappings need the room, or
+//! with the engine.
 //!
 //! Not here: who wants that.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use hw_engine::Place;
 use iommu_addr::{Access, BusAddr};
 
-use crate::VfioError;
 use crate::host::{MapSink, Mapped, pages};
+use crate::{VfioError, queue};
 
 /// A [`MapSink`] over another one that keeps what it has mapped for a while.
 pub struct Lazy {
     sink: Arc<dyn MapSink>,
     kept: Arc<Mutex<Kept>>,
+    linger: Duration,
 }
 
 /// What no command uses. What one uses is not here, so it cannot be unmapped.
@@ -26,7 +29,7 @@ pub struct Lazy {
 struct Kept {
     /// By what they are good for, and when they were let go.
     mappings: BTreeMap<(Key, u64), Mapped>,
-    by_age: BTreeMap<u64, Key>,
+    by_age: BTreeMap<u64, (Key, Instant)>,
     bytes: u64,
     turn: u64,
 }
@@ -46,6 +49,7 @@ struct Lent {
     kept: Weak<Mutex<Kept>>,
     key: Key,
     mapped: Option<Mapped>,
+    linger: Duration,
 }
 
 impl Lazy {
@@ -55,9 +59,12 @@ impl Lazy {
     /// Most bytes that are kept, because what is mapped is pinned: enough for all buffers that a guest has in flight with one device.
     pub const MAX_KEPT_BYTES: u64 = 64 << 20;
 
-    /// Keeps what `sink` maps.
-    pub fn new(sink: Arc<dyn MapSink>) -> Self {
-        Self { sink, kept: Arc::default() }
+    /// How long a mapping is kept.
+    pub const LINGER: Duration = queue::REST;
+
+    /// Keeps what `sink` maps, for so long, or until it is told to rest.
+    pub fn new(sink: Arc<dyn MapSink>, linger: Duration) -> Self {
+        Self { sink, kept: Arc::default(), linger }
     }
 
     fn map_anew(&self, pages: &Place, access: Access, mask: u64) -> Result<Mapped, VfioError> {
@@ -77,7 +84,7 @@ impl MapSink for Lazy {
         let kept = lock(&self.kept).take(key, mask);
         let mapped = kept.map_or_else(|| self.map_anew(&pages, access, mask), Ok)?;
         let first = BusAddr(mapped.first.0 + (place.address - pages.address));
-        let guard = Lent { kept: Arc::downgrade(&self.kept), key, mapped: Some(mapped) };
+        let guard = Lent { kept: Arc::downgrade(&self.kept), key, mapped: Some(mapped), linger: self.linger };
         Ok(Mapped { first, len: place.len, guard: Box::new(guard) })
     }
 
@@ -97,19 +104,20 @@ impl Kept {
         self.remove(turn)
     }
 
-    /// Keeps one more. Answers what has to go for it, of which there is much or nothing: the oldest half.
-    fn put(&mut self, key: Key, mapped: Mapped) -> Vec<Mapped> {
+    /// Keeps one more. Answers what goes: what is older than `linger`, and if there is too much, the older half.
+    fn put(&mut self, key: Key, mapped: Mapped, linger: Duration) -> Vec<Mapped> {
+        let now = Instant::now();
         self.turn += 1;
         self.bytes += key.len;
-        self.by_age.insert(self.turn, key);
+        self.by_age.insert(self.turn, (key, now));
         self.mappings.insert((key, self.turn), mapped);
+        let is_full = !self.is_within(1);
         let mut old = Vec::new();
-        if !self.is_within(1) {
-            while !self.is_within(2)
-                && let Some(oldest) = self.by_age.keys().next().copied()
-            {
-                old.extend(self.remove(oldest));
-            }
+        while let Some((oldest, (_, let_go))) = self.by_age.first_key_value()
+            && (now.duration_since(*let_go) >= linger || is_full && !self.is_within(2))
+        {
+            let oldest = *oldest;
+            old.extend(self.remove(oldest));
         }
         old
     }
@@ -121,7 +129,7 @@ impl Kept {
     }
 
     fn remove(&mut self, turn: u64) -> Option<Mapped> {
-        let key = self.by_age.remove(&turn)?;
+        let (key, _) = self.by_age.remove(&turn)?;
         self.bytes -= key.len;
         self.mappings.remove(&(key, turn))
     }
@@ -131,7 +139,7 @@ impl Drop for Lent {
     fn drop(&mut self) {
         // Without anybody to keep it, it is unmapped.
         if let (Some(kept), Some(mapped)) = (self.kept.upgrade(), self.mapped.take()) {
-            let old = lock(&kept).put(self.key, mapped);
+            let old = lock(&kept).put(self.key, mapped, self.linger);
             // Outside the lock.
             drop(old);
         }

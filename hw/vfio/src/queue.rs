@@ -17,7 +17,7 @@ use crate::mover::code;
 pub(crate) const DEPTH: usize = 64;
 
 /// How long there is nothing to do before a carrier is told so.
-const REST: Duration = Duration::from_secs(1);
+pub(crate) const REST: Duration = Duration::from_secs(1);
 
 /// Runs first thing in the thread of an engine.
 pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;

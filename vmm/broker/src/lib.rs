@@ -33,8 +33,8 @@ pub use lease::{BrokerDevice, BrokerFunction, FromBroker, Granted, Lease, LeaseE
 pub use ledger::{LinkTable, monotonic_now};
 pub use memory_file::MemoryFile;
 pub use message::{
-    Endpoint, EndpointKind, Function, FunctionFds, Limits, Link, Setup, SetupFds, Staged, ToSupervisor, ToWorker,
-    UnsealedMemory, WrongFds,
+    Endpoint, EndpointKind, Function, FunctionFds, IommuMode, Limits, Link, Setup, SetupFds, Staged, ToSupervisor,
+    ToWorker, UnsealedMemory, WrongFds,
 };
 pub use share::PLACES;
 pub use tenant_page::{COUNTERS, FAULT_BURST, FAULT_REASONS, GAUGES, LINE_BURST, LINE_KINDS, TenantPage};

@@ -74,6 +74,8 @@ pub struct Setup {
     pub drained: bool,
     /// What to do about guest memory that a VMM could truncate.
     pub unsealed_memory: UnsealedMemory,
+    /// How long PCI functions reach what their commands needed.
+    pub iommu: IommuMode,
 }
 
 /// A slice of a device.
@@ -203,6 +205,30 @@ pub enum UnsealedMemory {
     Warn,
     /// End the connection.
     Refuse,
+}
+
+/// How long the host's IOMMU lets a PCI function reach what a command of its needed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum IommuMode {
+    /// As long as the command runs.
+    #[default]
+    Strict,
+    /// A moment longer, for the next command: faster, but a function that misbehaves reaches memory that was used a moment ago.
+    Lazy,
+}
+
+impl IommuMode {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Strict, Self::Lazy];
+
+    /// As configurations write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Strict => "strict",
+            Self::Lazy => "lazy",
+        }
+    }
 }
 
 /// The descriptors that come with [`ToWorker::Setup`].

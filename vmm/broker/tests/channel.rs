@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vmm_broker::{
-    Channel, ChannelError, Endpoint, EndpointKind, FromKeeper, Function, KeeperSetup, Limits, Link, MAX_FDS,
+    Channel, ChannelError, Endpoint, EndpointKind, FromKeeper, Function, IommuMode, KeeperSetup, Limits, Link, MAX_FDS,
     MAX_PAYLOAD, Setup, SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker, UnsealedMemory,
 };
 
@@ -33,6 +33,7 @@ fn setup(endpoints: usize) -> Setup {
         limits: Limits { max_domains: Some(7), ..Limits::default() },
         drained: true,
         unsealed_memory: UnsealedMemory::Refuse,
+        iommu: IommuMode::Lazy,
     }
 }
 

@@ -171,6 +171,9 @@ pub struct TenantStatus {
     /// Whether work is taken from its guest.
     #[serde(default)]
     pub drain: DrainState,
+    /// How long its PCI functions reach what their commands needed: `strict` or `lazy`.
+    #[serde(default)]
+    pub iommu: String,
     /// Workers it has had, the present one included.
     pub session: u32,
     /// The present worker's process.
@@ -216,6 +219,9 @@ pub struct TenantInfo {
     pub config_size: u32,
     /// What happens with guest memory that a VMM could truncate: `warn` or `refuse`.
     pub unsealed_memory: String,
+    /// How long its PCI functions reach what their commands needed: `strict` or `lazy`.
+    #[serde(default)]
+    pub iommu: String,
     /// Its slices.
     pub endpoints: u32,
     /// Memory of all its slices.
@@ -411,6 +417,7 @@ mod tests {
                 name: "demo".into(),
                 state: TenantState::Restarting,
                 drain: DrainState::Draining,
+                iommu: "strict".into(),
                 session: 2,
                 worker_pid: None,
                 keeper_pid: None,

@@ -102,7 +102,7 @@ fn a_tenant_comes_to_stay_and_can_be_connected_to_at_once() {
     assert_eq!(done(&daemon, &["reload"]), "~ device gpu0 memory (at once)\n    memory: 8 MiB -> 16 MiB\nDone.\n");
     let before = daemon.status();
     let add = ["tenant", "add", "vm2", "--slice", "gpu0=8MiB", "--limit", "max_mappings=7", "--socket-mode", "600"];
-    let told = done(&daemon, &add);
+    let told = done(&daemon, &[&add[..], &["--iommu", "lazy"]].concat());
     let socket = daemon.runtime_dir().join("vm2.sock");
     let expected = format!(
         "+ tenant vm2 added (at once)\n    slice gpu0: 8 MiB of gpu0, endpoint 0\n    socket: {}\nDone.\n",
@@ -121,7 +121,8 @@ fn a_tenant_comes_to_stay_and_can_be_connected_to_at_once() {
 
     let daemon = restart(daemon);
     assert_eq!(text(&daemon), file);
-    assert_eq!(daemon.status().tenants.len(), 3);
+    let modes: Vec<_> = daemon.status().tenants.into_iter().map(|tenant| tenant.iommu).collect();
+    assert_eq!(modes, ["strict", "strict", "lazy"]);
     drop(connect(&daemon, "vm2"));
     assert!(!daemon.log().contains("ERROR"), "{}", daemon.log());
 }

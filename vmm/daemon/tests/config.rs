@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use vmm_broker::{EndpointKind, Limits, Link, Staged, UnsealedMemory};
+use vmm_broker::{EndpointKind, IommuMode, Limits, Link, Staged, UnsealedMemory};
 use vmm_daemon::config::{Config, DEFAULT};
 use vmm_sandbox::{Fence, Mode};
 
@@ -117,7 +117,7 @@ fn the_default_file_tells_the_defaults() {
     let (bare, shown) = (&bare.tenants[0], &shown.tenants[0]);
     assert_eq!((&bare.socket, bare.socket_mode, bare.device_id), (&shown.socket, shown.socket_mode, shown.device_id));
     assert_eq!((bare.submit_queues, bare.unsealed_memory), (shown.submit_queues, shown.unsealed_memory));
-    assert_eq!(bare.drained, shown.drained);
+    assert_eq!((bare.drained, bare.iommu), (shown.drained, shown.iommu));
     assert_eq!(bare.slices, shown.slices);
     assert_eq!(bare.limits, Limits::default());
     assert_eq!(shown.limits.weight, Some(100));
@@ -177,6 +177,7 @@ fn what_is_not_typed_has_its_default() {
         (tenant.slices[1].name.as_str(), tenant.slices[1].device, tenant.slices[1].memory),
         ("fpga0", 1, 16 << 20)
     );
+    assert_eq!(tenant.iommu, IommuMode::Strict);
     assert!(tenant.staged.is_empty());
 }
 
@@ -206,6 +207,7 @@ fn everything_that_can_be_typed_is_understood() {
         device_id = 42
         submit_queues = 4
         unsealed_memory = "refuse"
+        iommu = "lazy"
         drained = true
         reach = [{ from = "one", to = "two", path = "staged" }, { from = "two", to = "one", path = "direct" }]
         slice = [{ device = "g", memory = "4MiB", name = "one" }, { device = "g", memory = "4MiB", name = "two" }]
@@ -229,7 +231,7 @@ fn everything_that_can_be_typed_is_understood() {
     let tenant = &config.tenants[0];
     assert_eq!((tenant.socket.as_path(), tenant.socket_mode), (Path::new("/tmp/x/sub/a.sock"), 0o666));
     assert_eq!((tenant.device_id, tenant.submit_queues, tenant.unsealed_memory), (42, 4, UnsealedMemory::Refuse));
-    assert!(tenant.drained);
+    assert!(tenant.drained && tenant.iommu == IommuMode::Lazy);
     assert_eq!(tenant.staged, [Staged { accessor: 0, owner: 1 }]);
     assert_eq!((tenant.limits.max_domains, tenant.limits.max_batch), (Some(2), Some(16)));
     let (pages, events, rate) = (tenant.limits.max_pinned_pages, tenant.limits.max_events, tenant.limits.control_rate);
@@ -493,6 +495,11 @@ fn wrong_types_and_values_are_refused_with_what_to_write() {
             "name = \"vm0\"",
             "name = \"vm0\"\nunsealed_memory = \"ignore\"",
             "t.toml:16: unsealed_memory is \"ignore\"; write \"warn\" or \"refuse\"",
+        ),
+        (
+            "name = \"vm0\"",
+            "name = \"vm0\"\niommu = \"off\"",
+            "t.toml:16: iommu is \"off\"; write \"strict\" or \"lazy\"",
         ),
         (
             "name = \"vm0\"",

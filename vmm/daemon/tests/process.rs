@@ -504,6 +504,7 @@ fn the_operators_command_answers_as_text_and_as_json() {
     assert_eq!(endpoints["endpoints"][1], first);
     assert_eq!(endpoints["endpoints"][2]["name"], "mine");
     assert_eq!(json(&["tenants"])["tenants"][0]["submit_queues"], 2);
+    assert_eq!(json(&["tenants"])["tenants"][0]["iommu"], "strict");
     assert_eq!(
         json(&["faults"])["tenants"][0],
         serde_json::json!({

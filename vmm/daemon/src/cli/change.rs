@@ -58,6 +58,9 @@ pub(super) enum TenantCommand {
         /// What to do about guest memory that the VMM could truncate: warn or refuse [default: warn]
         #[arg(long, value_name = "WHAT")]
         unsealed_memory: Option<String>,
+        /// How long its PCI functions reach what their commands needed: strict or lazy [default: strict]
+        #[arg(long, value_name = "MODE")]
+        iommu: Option<String>,
         #[command(flatten)]
         consent: DryRun,
     },
@@ -227,6 +230,7 @@ impl TenantCommand {
                 submit_queues,
                 device_id,
                 unsealed_memory,
+                iommu,
                 consent,
             } => {
                 let text = |text: &Option<String>| text.clone().map(Scalar::Text);
@@ -236,6 +240,7 @@ impl TenantCommand {
                     ("submit_queues", submit_queues.map(Scalar::Number)),
                     ("device_id", device_id.map(Scalar::Number)),
                     ("unsealed_memory", text(unsealed_memory)),
+                    ("iommu", text(iommu)),
                 ];
                 let keys = keys.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect();
                 let (tenant, slices) = (tenant.clone(), slices.clone());

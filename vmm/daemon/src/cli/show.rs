@@ -2,6 +2,7 @@
 //!
 //! Not here: faults, JSON, which is the answer itself.
 
+use vmm_broker::IommuMode;
 use vmm_control::{DrainState, EndpointsReply, StatusReply, TenantState, TenantStatus, TenantsReply};
 
 use crate::config::quantity::{rate, size, time};
@@ -129,7 +130,7 @@ pub(crate) fn status(reply: &StatusReply) -> String {
     text
 }
 
-/// What seldom happens: failures of other processes than workers, and what was left out of logs because too much came.
+/// What is seldom so: protection that was given up, failures of other processes than workers, and what was left out of logs because too much came.
 fn notes(reply: &StatusReply) -> Vec<String> {
     let broker = reply.daemon.broker_failures;
     let broker = (broker > 0).then(|| format!("broker: failed {broker} times"));
@@ -140,7 +141,9 @@ fn notes(reply: &StatusReply) -> Vec<String> {
             (counter(SUPPRESSED), "faults without a record, too many came"),
             (counter(SUPPRESSED_LINES), "log lines left out, too many came"),
         ];
-        let told: Vec<_> = told.iter().filter(|(count, _)| *count > 0).map(|(n, what)| format!("{n} {what}")).collect();
+        let told = told.iter().filter(|(count, _)| *count > 0).map(|(n, what)| format!("{n} {what}"));
+        let lazy = (tenant.iommu == IommuMode::Lazy.name()).then(|| "iommu lazy".to_owned());
+        let told: Vec<_> = lazy.into_iter().chain(told).collect();
         (!told.is_empty()).then(|| format!("{}: {}", tenant.name, told.join("; ")))
     };
     broker.into_iter().chain(reply.tenants.iter().filter_map(tenant)).collect()
@@ -174,11 +177,14 @@ pub(crate) fn tenants(reply: &TenantsReply) -> String {
                 tenant.endpoints.to_string(),
                 size(tenant.memory),
                 tenant.unsealed_memory.clone(),
+                tenant.iommu.clone(),
                 tenant.socket.display().to_string(),
             ]
         })
         .collect();
-    table(&["TENANT", ">DEVICE ID", ">SUBMIT QUEUES", ">ENDPOINTS", ">MEMORY", "UNSEALED MEMORY", "SOCKET"], &rows)
+    let columns =
+        ["TENANT", ">DEVICE ID", ">SUBMIT QUEUES", ">ENDPOINTS", ">MEMORY", "UNSEALED MEMORY", "IOMMU", "SOCKET"];
+    table(&columns, &rows)
 }
 
 /// `peergate endpoints`.
@@ -258,6 +264,7 @@ mod tests {
                 name: "demo".into(),
                 state: TenantState::Connected,
                 drain: DrainState::Running,
+                iommu: "strict".into(),
                 session: 2,
                 worker_pid: Some(43),
                 keeper_pid: Some(42),
@@ -279,10 +286,11 @@ demo    connected        2   43         1    7  64.0 MiB     0 B    0 B       0 
 
         reply.daemon.broker_failures = 2;
         reply.tenants[0].keeper_failures = 1;
+        reply.tenants[0].iommu = "lazy".into();
         reply.tenants[0].counters.extend([(SUPPRESSED.to_owned(), 744), (SUPPRESSED_LINES.to_owned(), 9)]);
         let notes = "
 broker: failed 2 times
-demo: 1 failures of the keeper; 744 faults without a record, too many came; 9 log lines left out, too many came
+demo: iommu lazy; 1 failures of the keeper; 744 faults without a record, too many came; 9 log lines left out, too many came
 ";
         assert_eq!(status(&reply), expected.to_owned() + notes);
     }

@@ -66,6 +66,8 @@ pub enum What {
     DeviceId,
     /// What to do about guest memory that could be truncated.
     UnsealedMemory,
+    /// How long PCI functions reach what their commands needed.
+    Iommu,
     /// Whether work is taken from the guest.
     Drained,
 }
@@ -78,7 +80,7 @@ impl What {
                 Effect::Now
             }
             Self::UnsealedMemory => Effect::NextSession,
-            Self::Device | Self::Slices | Self::Reach => Effect::NewSession,
+            Self::Device | Self::Slices | Self::Reach | Self::Iommu => Effect::NewSession,
             Self::Removed | Self::Socket | Self::Queues => Effect::Disconnect,
             Self::Daemon => Effect::Restart,
         }
@@ -99,6 +101,7 @@ impl What {
             Self::Queues => "submit_queues",
             Self::DeviceId => "device_id",
             Self::UnsealedMemory => "unsealed_memory",
+            Self::Iommu => "iommu",
             Self::Drained => "drained",
         }
     }
@@ -244,6 +247,7 @@ fn tenant(name: String, running: Side<'_>, wanted: Side<'_>, changes: &mut Vec<C
         What::Queues,
         What::DeviceId,
         What::UnsealedMemory,
+        What::Iommu,
         What::Drained,
     ];
     let told = |(config, tenant): Side<'_>, what| tenant.map_or_else(Vec::new, |tenant| told(config, tenant, what));
@@ -289,6 +293,7 @@ fn told(config: &Config, tenant: &TenantConfig, what: What) -> Vec<(String, Stri
             UnsealedMemory::Warn => "warn".to_owned(),
             UnsealedMemory::Refuse => "refuse".to_owned(),
         }),
+        What::Iommu => one(tenant.iommu.name().to_owned()),
         What::Drained => one(tenant.drained.to_string()),
         What::Added | What::Removed | What::Daemon | What::Memory | What::Device => Vec::new(),
     }
@@ -426,6 +431,11 @@ mod tests {
             ),
             (
                 "submit_queues = 2",
+                "iommu = \"lazy\"",
+                one("tenant a", "iommu", Effect::NewSession, &["iommu: strict -> lazy"]),
+            ),
+            (
+                "submit_queues = 2",
                 "reach = [{ from = \"g\", to = \"h\", path = \"staged\" }]",
                 one("tenant a", "reach", Effect::NewSession, &["g to h:  -> staged"]),
             ),
@@ -540,6 +550,7 @@ mod tests {
             device_id,
             submit_queues,
             unsealed_memory,
+            iommu,
             drained,
             limits,
             slices,
@@ -551,12 +562,13 @@ mod tests {
             TenantConfig { device_id: device_id + 1, ..running.tenants[0].clone() },
             TenantConfig { submit_queues: submit_queues + 1, ..running.tenants[0].clone() },
             TenantConfig { unsealed_memory: UnsealedMemory::Refuse, ..running.tenants[0].clone() },
+            TenantConfig { iommu: vmm_broker::IommuMode::Lazy, ..running.tenants[0].clone() },
             TenantConfig { drained: !drained, ..running.tenants[0].clone() },
             TenantConfig { limits: Limits { max_batch: Some(1), ..limits }, ..running.tenants[0].clone() },
             TenantConfig { slices: slices[1..].to_vec(), ..running.tenants[0].clone() },
             TenantConfig { staged: vec![vmm_broker::Staged { accessor: 1, owner: 0 }], ..running.tenants[0].clone() },
         ];
-        assert_eq!((unsealed_memory, staged), (UnsealedMemory::Warn, Vec::new()));
+        assert_eq!((unsealed_memory, iommu, staged), (UnsealedMemory::Warn, vmm_broker::IommuMode::Strict, Vec::new()));
         let aspects: Vec<_> = changed
             .into_iter()
             .map(|tenant| {
@@ -567,7 +579,7 @@ mod tests {
                 changes[0].what
             })
             .collect();
-        assert_eq!(aspects.len(), 9);
+        assert_eq!(aspects.len(), 10);
         assert_eq!(differences(&running.clone(), &running), []);
         running.tenants.reverse();
         assert_eq!(differences(&running, &parse(BASE)), [], "order is for people");

@@ -19,7 +19,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use vmm_broker::{EndpointKind, Function, Limits, Link, Staged, UnsealedMemory};
+use vmm_broker::{EndpointKind, Function, IommuMode, Limits, Link, Staged, UnsealedMemory};
 use vmm_sandbox::{Fence, Mode};
 
 pub use reader::ConfigError;
@@ -113,6 +113,8 @@ pub struct TenantConfig {
     pub submit_queues: u16,
     /// What to do about guest memory that the VMM could truncate.
     pub unsealed_memory: UnsealedMemory,
+    /// How long its PCI functions reach what their commands needed.
+    pub iommu: IommuMode,
     /// No work is taken from its guest.
     pub drained: bool,
     /// Limits that differ from the device's own.
@@ -257,6 +259,7 @@ impl Meaning<'_> {
             device_id: typed.device_id.unwrap_or(vdev_wire::DEFAULT_DEVICE_ID),
             submit_queues: typed.submit_queues.and_then(|queues| u16::try_from(queues).ok()).unwrap_or(2),
             unsealed_memory: typed.unsealed_memory.unwrap_or_default(),
+            iommu: typed.iommu.unwrap_or_default(),
             drained: typed.drained.unwrap_or(false),
             limits: self.limits(typed)?,
             staged: self.staged(typed, &slices)?,

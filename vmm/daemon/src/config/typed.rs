@@ -3,7 +3,7 @@
 //! Not here: defaults, names that refer to each other, sums.
 
 use toml::de::DeTable;
-use vmm_broker::{EndpointKind, Limits, UnsealedMemory};
+use vmm_broker::{EndpointKind, IommuMode, Limits, UnsealedMemory};
 use vmm_sandbox::{Fence, Mode};
 
 use super::quantity::{RATE, SIZE, TIME};
@@ -63,6 +63,7 @@ pub(crate) struct TypedTenant {
     pub(crate) device_id: Option<u32>,
     pub(crate) submit_queues: Option<u32>,
     pub(crate) unsealed_memory: Option<UnsealedMemory>,
+    pub(crate) iommu: Option<IommuMode>,
     pub(crate) drained: Option<bool>,
     pub(crate) limits: Option<At<Limits>>,
     pub(crate) slices: Vec<TypedSlice>,
@@ -196,6 +197,7 @@ fn tenant(mut section: Section<'_>) -> Result<TypedTenant, ConfigError> {
         "device_id",
         "submit_queues",
         "unsealed_memory",
+        "iommu",
         "drained",
         "limits",
         "slice",
@@ -211,6 +213,7 @@ fn tenant(mut section: Section<'_>) -> Result<TypedTenant, ConfigError> {
         submit_queues: section.integer("submit_queues", 1..=super::MAX_SUBMIT_QUEUES)?,
         unsealed_memory: section
             .choice("unsealed_memory", &[("warn", UnsealedMemory::Warn), ("refuse", UnsealedMemory::Refuse)])?,
+        iommu: section.choice("iommu", &IommuMode::ALL.map(|mode| (mode.name(), mode)))?,
         drained: section.flag("drained")?,
         limits: section.table("limits", "[tenant.limits]")?.map(limits).transpose()?,
         slices: section.tables("slice", "[[tenant.slice]]")?.into_iter().map(slice).collect::<Result<_, _>>()?,

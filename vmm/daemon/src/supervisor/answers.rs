@@ -71,6 +71,7 @@ fn status(tenant: &Tenant) -> TenantStatus {
         name: tenant.config.name.clone(),
         state: tenant.state(),
         drain: tenant.drain_state(),
+        iommu: tenant.config.iommu.name().to_owned(),
         session: tenant.session,
         worker_pid: tenant.worker().map(Child::pid),
         keeper_pid: tenant.keeper().map(Child::pid),
@@ -96,6 +97,7 @@ fn tenant_info(tenant: &TenantConfig) -> TenantInfo {
             UnsealedMemory::Refuse => "refuse",
         }
         .to_owned(),
+        iommu: tenant.iommu.name().to_owned(),
         endpoints: u32::try_from(tenant.slices.len()).unwrap_or(u32::MAX),
         memory: tenant.slices.iter().fold(0, |sum, slice| sum.saturating_add(slice.memory)),
     }

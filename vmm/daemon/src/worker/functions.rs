@@ -12,12 +12,14 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use hw_engine::{DmaEngine, Memory};
 use hw_host::{DeviceArea, HostMemory};
-use hw_vfio::{FaultWatch, Fleet, Function, Hole, Host, Kind, Member, Slice, ThreadHook, Unwatched, VfioEngine};
+use hw_vfio::{
+    FaultWatch, Fleet, Function, Hole, Host, Kind, Lazy, MapSink, Member, Slice, ThreadHook, Unwatched, VfioEngine,
+};
 use iommu_addr::{ApertureOffset, EndpointId, Location};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
-use vmm_broker::{Endpoint, EndpointKind, FunctionFds, Setup};
+use vmm_broker::{Endpoint, EndpointKind, FunctionFds, IommuMode, Setup};
 
 /// How long the watcher may take to answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -26,6 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct Functions<'a> {
     endpoints: Vec<(EndpointId, &'a Endpoint, &'a vmm_broker::Function)>,
     host: Arc<Host>,
+    iommu: IommuMode,
     free: BTreeMap<String, (Function, OwnedFd)>,
 }
 
@@ -46,7 +49,7 @@ impl<'a> Functions<'a> {
         }
         let endpoints = setup.endpoints.iter().zip(0..);
         let endpoints = endpoints.filter_map(|(of, id)| Some((EndpointId::local(id), of, of.function.as_ref()?)));
-        Ok(Self { endpoints: endpoints.collect(), host, free })
+        Ok(Self { endpoints: endpoints.collect(), host, iommu: setup.iommu, free })
     }
 
     /// Maps the memory that is behind BARs, and erases it.
@@ -92,7 +95,7 @@ impl<'a> Functions<'a> {
         let holes = holes.filter_map(|(id, endpoint, part)| {
             memory.place(at(id, endpoint.memory_len.saturating_sub(part.unmapped)), part.unmapped)
         });
-        let host = Arc::new(Hole::new(Arc::clone(&self.host), holes.collect()));
+        let host: Arc<dyn MapSink> = Arc::new(Hole::new(Arc::clone(&self.host), holes.collect()));
         // Memory has no engine, also if the function that it is of has one.
         let idle = self.of_kind(EndpointKind::Memory).map(|(id, _, _)| id).collect();
         let memories: Vec<_> = self.of_kind(EndpointKind::Memory).map(|(id, _, part)| (id, &part.address)).collect();
@@ -110,7 +113,11 @@ impl<'a> Functions<'a> {
             let own = (endpoint.memory_len > 0).then_some(Slice { endpoint: id, start: 0, len: endpoint.memory_len });
             let watch: Box<dyn FaultWatch> = Box::new(Watch { socket: Some(watch) });
             let hook = Some(Arc::clone(hook));
-            let engine = VfioEngine::open(kind, function, host.clone(), own, memory.clone(), Some(watch), hook);
+            let host = match self.iommu {
+                IommuMode::Strict => Arc::clone(&host),
+                IommuMode::Lazy => Arc::new(Lazy::new(Arc::clone(&host), Lazy::LINGER)),
+            };
+            let engine = VfioEngine::open(kind, function, host, own, memory.clone(), Some(watch), hook);
             let engine = engine.with_context(failed)?;
             engine.erase_own().with_context(failed)?;
             members.push(Member { endpoint: id, engine: Arc::new(engine), same_function: behind(&part.address) });

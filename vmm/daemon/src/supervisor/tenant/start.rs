@@ -159,6 +159,7 @@ fn setup(tenant: &TenantConfig, place: u16, session: u32, config: &Config) -> Se
         place,
         limits: tenant.limits,
         unsealed_memory: tenant.unsealed_memory,
+        iommu: tenant.iommu,
     }
 }
 
