@@ -132,8 +132,8 @@ pub(super) const MUTATIONS: &[Mutation] = &[
     Mutation {
         name: "broker: a device that nobody has has memory",
         file: "vmm/broker/src/lease.rs",
-        from: "let memory = *self.devices.get(device).ok_or_else(unknown)?;",
-        to: "let memory = self.devices.get(device).ok_or_else(unknown).map_or(u64::MAX, |memory| *memory);",
+        from: "let memory = self.devices.get(device).ok_or_else(unknown)?.memory;",
+        to: "let memory = self.devices.get(device).ok_or_else(unknown).map_or(u64::MAX, |device| device.memory);",
     },
     Mutation {
         name: "broker: a session may come again",
