@@ -241,7 +241,7 @@ pub(super) const PROOFS: &[Mutation] = &[
     Mutation {
         name: "proof: nothing is proved",
         file: "vmm/daemon/src/worker/build.rs",
-        from: "prove(&*engine, &*memory, &specs, PROOF_UNIT, &mut reach);",
+        from: "prove(&*engine, &*view, &specs, proof, &mut reach);",
         to: "let _ = (prove, PROOF_UNIT, &mut reach);",
     },
     Mutation {
