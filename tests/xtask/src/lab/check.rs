@@ -21,7 +21,7 @@ use crate::demo::{Row, Rows};
 use crate::kit::Kit;
 
 /// From the host's start to its end. The translator on a busy machine is slow.
-const TIME: Duration = Duration::from_secs(900);
+const TIME: Duration = Duration::from_secs(1500);
 
 /// Something that is tried in the host.
 #[derive(Debug, Clone, Default)]
@@ -95,6 +95,9 @@ fn scenarios(
         }
         if is_wanted("cloud-hypervisor/restless") {
             scenarios.push(restless::scenario(machine, &inside)?);
+        }
+        if is_wanted("cloud-hypervisor/restless-functions") {
+            scenarios.push(restless::functions(machine, &inside)?);
         }
     } else {
         eprintln!("SKIP lab/cloud-hypervisor: {VARIABLE} does not name one");
