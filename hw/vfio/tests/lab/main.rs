@@ -13,7 +13,7 @@ use common::{World, ram};
 use hw_engine::Buffer;
 use hw_engine::conformance::{self, APERTURES, Parts};
 use hw_host::{DeviceArea, HostMemory};
-use hw_vfio::{Area, Function, Host, Kind, Slice, VfioEngine, open_container, open_iommufd};
+use hw_vfio::{Area, Function, Host, Kind, Lazy, MapSink, Slice, VfioEngine, open_container, open_iommufd};
 
 /// Where the lab says which devices there are: a name, an address and a group a line.
 const DEVICES: &str = "/run/lab/devices";
@@ -76,13 +76,14 @@ fn memory(domain: Domain, bar: &Function, first: usize) -> Arc<HostMemory> {
     memory
 }
 
-/// An engine of a kind, and the memory of the endpoints that are not its own behind a BAR of another function.
-fn build(domain: Domain, kind: Kind, name: &str, own: Option<Slice>) -> Parts {
+/// An engine of a kind, whose mappings are kept if it is lazy, and the memory of the endpoints that are not its own behind a BAR of another function.
+fn build(domain: Domain, kind: Kind, name: &str, own: Option<Slice>, is_lazy: bool) -> Parts {
     let host = domain.host();
     let engine = Function::open(&host, &address(name)).unwrap();
     let bar = Function::open(&host, &address("mem0")).unwrap();
     let memory = memory(domain, &bar, usize::from(own.is_some()));
-    let engine = Arc::new(VfioEngine::open(kind, engine, host, own, memory.clone(), None, None).unwrap());
+    let sink: Arc<dyn MapSink> = if is_lazy { Arc::new(Lazy::new(host, Lazy::LINGER)) } else { host };
+    let engine = Arc::new(VfioEngine::open(kind, engine, sink, own, memory.clone(), None, None).unwrap());
     let world = World { engine: Arc::clone(&engine), has_own: own.is_some(), memory, hold: Some(Box::new(bar)) };
     Parts { engine, memory: Arc::new(world), advance: None }
 }
@@ -97,11 +98,13 @@ fn main() {
     }
     let by_iommufd = std::env::args().nth(1).is_some_and(|word| word == "iommufd");
     let domain = if by_iommufd { Domain::Iommufd } else { Domain::Container };
-    conformance::run(&|| build(domain, Kind::Nvme { namespace: 1 }, "nvme0", Some(nvme())));
+    conformance::run(&|| build(domain, Kind::Nvme { namespace: 1 }, "nvme0", Some(nvme()), false));
     println!("nvme conforms");
     if by_iommufd {
         return held::run();
     }
-    conformance::run_but(&|| build(domain, Kind::Edu, "edu0", None), TOO_SLOW);
+    conformance::run(&|| build(domain, Kind::Nvme { namespace: 1 }, "nvme0", Some(nvme()), true));
+    println!("nvme-lazy conforms");
+    conformance::run_but(&|| build(domain, Kind::Edu, "edu0", None, false), TOO_SLOW);
     println!("edu conforms");
 }

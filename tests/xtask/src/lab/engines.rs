@@ -22,7 +22,12 @@ const PROGRAM: &str = "lab";
 /// When it does not build.
 pub fn scenario(machine: &mut Machine<'_>) -> Result<Scenario> {
     machine.root().program("/bin/engines", &build()?)?;
-    let facts = [("engines/nvme-conforms", "yes"), ("engines/edu-conforms", "yes"), ("engines/ended-with", "0")];
+    let facts = [
+        ("engines/nvme-conforms", "yes"),
+        ("engines/nvme-lazy-conforms", "yes"),
+        ("engines/edu-conforms", "yes"),
+        ("engines/ended-with", "0"),
+    ];
     Ok(Scenario {
         script: SCRIPT.to_owned(),
         facts: facts.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec(),
@@ -99,7 +104,7 @@ fn build() -> Result<PathBuf> {
 const SCRIPT: &str = r#"
 engines >/run/engines.log 2>&1
 code=$?
-for engine in nvme edu; do
+for engine in nvme nvme-lazy edu; do
     fact engines/$engine-conforms $(grep -q "^$engine conforms" /run/engines.log && echo yes)
 done
 fact engines/ended-with $code
