@@ -21,7 +21,7 @@ pub struct Unwatched;
 
 /// The function, as `01:00.0` or `0000:01:00.0`, of which a line of the kernel's log says that the IOMMU stopped an access.
 ///
-/// Known are VT-d (Linux 7.3, `drivers/iommu/intel/dmar.c`, `dmar_fault_do_one`; older ones name no segment) and AMD-Vi (`drivers/iommu/amd/iommu.c`,
+/// Known are VT-d (Linux 7.3, `drivers/iommu/intel/dmar.c`, `dmar_fault_do_one`: no segment is named) and AMD-Vi (`drivers/iommu/amd/iommu.c`,
 /// `amd_iommu_report_page_fault`: before the line or in it).
 pub fn stopped(line: &str) -> Option<&str> {
     if let Some((_, rest)) = line.split_once("DMAR: [") {

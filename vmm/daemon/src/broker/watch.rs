@@ -1,17 +1,15 @@
 //! Who asks what the host's IOMMU has stopped, and the thread that reads the kernel's log for the answer.
 //!
 //! Each function that a worker has comes with one end of a socket. A packet over it is a question; the answer, eight bytes, is how often the function
-//! was stopped since then, counted after everything was read that the log had when the question was seen. Where nobody can know, a function counts as
-//! stopped: when the kernel has overwritten what was not read yet, and for a while after several faults, of which it leaves out the later ones.
+//! was stopped since then, counted after everything was read that the log had when the question was seen. If the kernel has overwritten what was not
+//! read yet, every function counts as stopped: nobody knows.
 //!
 //! Not here: what a line looks like (`hw_vfio`), what is done about it.
 
-use std::collections::VecDeque;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -51,7 +49,7 @@ impl Watch {
         let sandbox = sandbox.clone();
         let run = move || {
             role::confine(&sandbox, Class::Watcher);
-            Watcher { news: receiver, ear, log: None, watched: Vec::new(), silence: Silence::default() }.run();
+            Watcher { news: receiver, ear, log: None, watched: Vec::new() }.run();
         };
         thread::Builder::new().name("watch".into()).spawn(run).context("Cannot start a thread")?;
         Ok(Self { news, bell })
@@ -80,38 +78,6 @@ struct Watcher {
     ear: PipeReader,
     log: Option<OwnedFd>,
     watched: Vec<Watched>,
-    silence: Silence,
-}
-
-/// Whether the kernel leaves faults out of its log. VT-d's driver (Linux 7.3, `drivers/iommu/intel/dmar.c`, `dmar_fault`) spends three of ten lines in
-/// 5 s on each fault, whosever it is.
-#[derive(Default)]
-struct Silence {
-    /// When the last faults were read, the latest last.
-    faults: VecDeque<Instant>,
-}
-
-/// Faults that are told of for certain, and the time for which they are counted.
-const TOLD: usize = 3;
-const INTERVAL: Duration = Duration::from_secs(5);
-
-impl Silence {
-    fn fault(&mut self, now: Instant) {
-        self.faults.push_back(now);
-        if self.faults.len() > TOLD {
-            self.faults.pop_front();
-        }
-    }
-
-    /// Another fault may have been left out.
-    fn is(&self, now: Instant) -> bool {
-        let first = self.faults.front().filter(|_| self.faults.len() == TOLD);
-        let is_recent = |at: &Instant| now.saturating_duration_since(*at) < INTERVAL;
-        // From the third within the time on, until the time has passed since the last.
-        first
-            .zip(self.faults.back())
-            .is_some_and(|(first, last)| last.saturating_duration_since(*first) < INTERVAL && is_recent(last))
-    }
 }
 
 impl Watcher {
@@ -162,9 +128,7 @@ impl Watcher {
             }
         }
         self.read_log();
-        let unknown = u64::from(self.silence.is(Instant::now()));
-        for (at, watched) in self.watched.iter_mut().enumerate().filter(|(at, _)| asking.get(*at) == Some(&true)) {
-            watched.count += unknown;
+        for (at, watched) in self.watched.iter().enumerate().filter(|(at, _)| asking.get(*at) == Some(&true)) {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             // Whoever asks more than it listens has answers enough.
             if !matches!(send(&watched.socket, &watched.count.to_le_bytes(), flags), Ok(_) | Err(Errno::AGAIN)) {
@@ -185,9 +149,7 @@ impl Watcher {
         loop {
             let error = match rustix::io::read(log.as_fd(), &mut record) {
                 Ok(len @ 1..) => {
-                    if count(&mut self.watched, record.get(..len).unwrap_or_default()) {
-                        self.silence.fault(Instant::now());
-                    }
+                    count(&mut self.watched, record.get(..len).unwrap_or_default());
                     continue;
                 }
                 Err(Errno::INTR) => continue,
@@ -210,18 +172,17 @@ impl Watcher {
 }
 
 /// Counts a record, `PRIORITY,NUMBER,TIME,FLAGS;TEXT`, for the functions that it is about. What others than the kernel have written has a facility, which
-/// makes the priority more than 7. True if it is about a fault.
-fn count(watched: &mut [Watched], record: &[u8]) -> bool {
+/// makes the priority more than 7.
+fn count(watched: &mut [Watched], record: &[u8]) {
     let text = String::from_utf8_lossy(record);
-    let Some((head, line)) = text.split_once(';') else { return false };
+    let Some((head, line)) = text.split_once(';') else { return };
     let is_kernels =
         head.split(',').next().and_then(|priority| priority.parse().ok()).is_some_and(|priority: u32| priority < 8);
-    let Some(function) = hw_vfio::stopped(line).filter(|_| is_kernels) else { return false };
+    let Some(function) = hw_vfio::stopped(line).filter(|_| is_kernels) else { return };
     for watched in watched.iter_mut().filter(|watched| hw_vfio::is_same(function, &watched.address)) {
         watched.count += 1;
         tracing::warn!(function = watched.address, "The IOMMU stopped it: {}", line.lines().next().unwrap_or_default());
     }
-    true
 }
 
 #[cfg(test)]
@@ -242,8 +203,7 @@ mod tests {
             asking.push(theirs);
             Watched { address: address.into(), socket, count: 0 }
         });
-        let (news, silence) = (channel().1, Silence::default());
-        (Watcher { news, ear, log: Some(log), watched: watched.into(), silence }, asking)
+        (Watcher { news: channel().1, ear, log: Some(log), watched: watched.into() }, asking)
     }
 
     fn ask(watcher: &mut Watcher, socket: &OwnedFd, at: usize) -> u64 {
@@ -270,24 +230,6 @@ mod tests {
         drop(asking);
         watcher.answer(&[true, true]);
         assert!(watcher.watched.is_empty());
-    }
-
-    #[test]
-    fn after_several_faults_nobody_is_told_that_there_was_none() {
-        let (kernel, log) = UnixDatagram::pair().unwrap();
-        log.set_nonblocking(true).unwrap();
-        let (mut watcher, asking) = watcher(log.into());
-        kernel.send(FAULT).unwrap();
-        kernel.send(FAULT).unwrap();
-        assert_eq!((ask(&mut watcher, &asking[0], 0), ask(&mut watcher, &asking[1], 1)), (2, 0));
-        kernel.send(FAULT).unwrap();
-        assert!(ask(&mut watcher, &asking[0], 0) > 3 && ask(&mut watcher, &asking[1], 1) > 0);
-        let (now, mut silence) = (Instant::now(), Silence::default());
-        let at = |millis| now + Duration::from_millis(millis);
-        [0, 3000, 4999].into_iter().for_each(|millis| silence.fault(at(millis)));
-        assert!(silence.is(at(4999)) && silence.is(at(9998)) && !silence.is(at(9999)));
-        [10_000, 12_000, 16_000].into_iter().for_each(|millis| silence.fault(at(millis)));
-        assert!(!silence.is(at(16_000)), "too far apart");
     }
 
     #[test]
