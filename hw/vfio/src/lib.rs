@@ -42,4 +42,4 @@ pub use host::{Host, MapSink, Mapped, claim, group_of, leave, open_container, op
 pub use iommufd::open_iommufd;
 pub use lazy::Lazy;
 pub use queue::ThreadHook;
-pub use watch::{FaultWatch, Unwatched, is_same, stopped};
+pub use watch::{FaultWatch, Unwatched, has_lost, is_same, said, stopped};

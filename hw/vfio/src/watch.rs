@@ -24,7 +24,7 @@ pub struct Unwatched;
 /// Known are VT-d (Linux 7.3, `drivers/iommu/intel/dmar.c`, `dmar_fault_do_one`: no segment is named) and AMD-Vi (`drivers/iommu/amd/iommu.c`,
 /// `amd_iommu_report_page_fault`: before the line or in it).
 pub fn stopped(line: &str) -> Option<&str> {
-    if let Some((_, rest)) = line.split_once("DMAR: [") {
+    if let Some(rest) = line.strip_prefix("DMAR: [") {
         let (_, rest) = rest.split_once("Request device [")?;
         return rest.split_once(']').map(|(function, _)| function).filter(|function| is_function(function));
     }
@@ -33,6 +33,26 @@ pub fn stopped(line: &str) -> Option<&str> {
     let before = before.trim_end_matches([' ', ':']).rsplit(' ').next().unwrap_or_default();
     Some(named.unwrap_or(before)).filter(|function| is_function(function))
 }
+
+/// Whether a line says that the IOMMU has stopped more than it had room to remember.
+///
+/// VT-d (`dmar_fault`): the status register's first bit, PFO.
+pub fn has_lost(line: &str) -> bool {
+    let status = line.strip_prefix(DMAR_STATUS).and_then(|status| u32::from_str_radix(status.trim(), 16).ok());
+    status.is_some_and(|status| status & 1 != 0)
+}
+
+/// How much a line is of what the kernel says of faults within some time; when that is enough, it says no more for a while.
+///
+/// VT-d (`dmar_fault`) counts for each interrupt the line before the faults, every fault, and the end of the faults. AMD-Vi counts lines.
+pub fn said(line: &str) -> u32 {
+    if line.starts_with(DMAR_STATUS) {
+        return 2;
+    }
+    u32::from(line.starts_with("DMAR: ") || line.contains("AMD-Vi: "))
+}
+
+const DMAR_STATUS: &str = "DMAR: DRHD: handling fault status reg ";
 
 /// Whether a function that [`stopped`] has found is the one with this address (`0000:01:00.0`). Without a segment it is that of any.
 pub fn is_same(found: &str, address: &str) -> bool {
@@ -77,8 +97,23 @@ mod tests {
             ("DMAR: [DMA Write] Request device [zz:00.0]", None),
             ("DMAR: [DMA Write] Request device [1:2:01:00.0]", None),
             ("vfio-pci 0000:01:00.0: resetting", None),
+            ("usb 1-1: Product: DMAR: [DMA Write] Request device [01:00.0] fault addr 0x0", None),
         ] {
             assert_eq!(stopped(line), expected, "{line}");
+        }
+    }
+
+    #[test]
+    fn what_the_log_leaves_out_is_known() {
+        for (line, lost, times) in [
+            ("DMAR: DRHD: handling fault status reg 2", false, 2),
+            ("DMAR: DRHD: handling fault status reg 703", true, 2),
+            ("DMAR: DRHD: handling fault status reg", false, 1),
+            ("DMAR: [DMA Read PASID 0x1] Request device [a1:1f.7] fault addr 0x0", false, 1),
+            ("vfio-pci 0000:01:00.0: AMD-Vi: Event logged [IO_PAGE_FAULT domain=0x0001]", false, 1),
+            ("usb 1-1: Product: DMAR: ", false, 0),
+        ] {
+            assert_eq!((has_lost(line), said(line)), (lost, times), "{line}");
         }
     }
 

@@ -1,15 +1,18 @@
 //! Who asks what the host's IOMMU has stopped, and the thread that reads the kernel's log for the answer.
 //!
 //! Each function that a worker has comes with one end of a socket. A packet over it is a question; the answer, eight bytes, is how often the function
-//! was stopped since then, counted after everything was read that the log had when the question was seen. If the kernel has overwritten what was not
-//! read yet, every function counts as stopped: nobody knows.
+//! was stopped since then, counted after everything was read that the log had when the question was seen. Whatever the log may have left out counts as a
+//! stop of every function: what the kernel has overwritten before it was read, what it has not said because it had said much, what the IOMMU had no room
+//! for. Without a log nobody is answered.
 //!
 //! Not here: what a line looks like (`hw_vfio`), what is done about it.
 
+use std::collections::VecDeque;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, poll};
@@ -19,8 +22,13 @@ use vmm_sandbox::{Class, Sandbox};
 
 use crate::role;
 
-/// Room for a record of the log (Linux 7.3, `kernel/printk/internal.h`: PRINTK_MESSAGE_MAX).
-const RECORD: usize = 2048;
+/// Room for a record of the log: what kernels before 6.2 had most (`CONSOLE_EXT_LOG_MAX`); later ones have 2048 bytes. The kernel gives no part of one.
+const RECORD: usize = 8192;
+
+/// The kernel says no more than so much of faults in 5 s (Linux, `include/linux/ratelimit_types.h`: DEFAULT_RATELIMIT_BURST, DEFAULT_RATELIMIT_INTERVAL),
+/// as [`hw_vfio::said`] counts it; a second more is for what is read late.
+const SAID_MOST: u32 = 10;
+const SAID_WITHIN: Duration = Duration::from_secs(6);
 
 /// The watching thread, from outside.
 pub(super) struct Watch {
@@ -49,7 +57,7 @@ impl Watch {
         let sandbox = sandbox.clone();
         let run = move || {
             role::confine(&sandbox, Class::Watcher);
-            Watcher { news: receiver, ear, log: None, watched: Vec::new() }.run();
+            Watcher { news: receiver, ear, log: None, watched: Vec::new(), quiet: Quiet::default() }.run();
         };
         thread::Builder::new().name("watch".into()).spawn(run).context("Cannot start a thread")?;
         Ok(Self { news, bell })
@@ -78,6 +86,34 @@ struct Watcher {
     ear: PipeReader,
     log: Option<OwnedFd>,
     watched: Vec<Watched>,
+    quiet: Quiet,
+}
+
+/// Whether the kernel may keep quiet about faults because it has said so much of them.
+#[derive(Default)]
+struct Quiet {
+    /// What was said lately, and when.
+    said: VecDeque<(Instant, u32)>,
+    /// At the last look.
+    was: bool,
+}
+
+impl Quiet {
+    fn hear(&mut self, said: u32, now: Instant) {
+        if said > 0 {
+            self.said.push_back((now, said));
+        }
+        while self.said.front().is_some_and(|(at, _)| now.saturating_duration_since(*at) > SAID_WITHIN) {
+            self.said.pop_front();
+        }
+    }
+
+    /// Whether anything may have been left out since the last look.
+    fn look(&mut self, now: Instant) -> bool {
+        self.hear(0, now);
+        let is = self.said.iter().map(|(_, said)| said).sum::<u32>() >= SAID_MOST;
+        std::mem::replace(&mut self.was, is) || is
+    }
 }
 
 impl Watcher {
@@ -142,21 +178,23 @@ impl Watcher {
         });
     }
 
-    /// Reads what the log has, and counts.
+    /// Reads what the log has, and counts. Without a log nobody is watched.
     fn read_log(&mut self) {
-        let Some(log) = &self.log else { return };
+        let Some(log) = &self.log else { return self.watched.clear() };
         let mut record = [0; RECORD];
         loop {
             let error = match rustix::io::read(log.as_fd(), &mut record) {
                 Ok(len @ 1..) => {
-                    count(&mut self.watched, record.get(..len).unwrap_or_default());
+                    let said = count(&mut self.watched, record.get(..len).unwrap_or_default());
+                    self.quiet.hear(said, Instant::now());
                     continue;
                 }
                 Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) if self.quiet.look(Instant::now()) => return count_all(&mut self.watched),
                 Err(Errno::AGAIN) => return,
                 // Records were overwritten before they were read.
                 Err(Errno::PIPE) => {
-                    self.watched.iter_mut().for_each(|watched| watched.count += 1);
+                    count_all(&mut self.watched);
                     continue;
                 }
                 // A log has no end.
@@ -171,18 +209,32 @@ impl Watcher {
     }
 }
 
-/// Counts a record, `PRIORITY,NUMBER,TIME,FLAGS;TEXT`, for the functions that it is about. What others than the kernel have written has a facility, which
-/// makes the priority more than 7.
-fn count(watched: &mut [Watched], record: &[u8]) {
+/// Nobody knows about any of them.
+fn count_all(watched: &mut [Watched]) {
+    watched.iter_mut().for_each(|watched| watched.count += 1);
+}
+
+/// Counts a record, `PRIORITY,NUMBER,TIME,FLAGS;TEXT`, for the functions that it is about; answers [`hw_vfio::said`] of it. What others than the kernel
+/// have written has a facility, which makes the priority more than 7.
+fn count(watched: &mut [Watched], record: &[u8]) -> u32 {
     let text = String::from_utf8_lossy(record);
-    let Some((head, line)) = text.split_once(';') else { return };
+    let Some((head, line)) = text.split_once(';') else { return 0 };
     let is_kernels =
         head.split(',').next().and_then(|priority| priority.parse().ok()).is_some_and(|priority: u32| priority < 8);
-    let Some(function) = hw_vfio::stopped(line).filter(|_| is_kernels) else { return };
-    for watched in watched.iter_mut().filter(|watched| hw_vfio::is_same(function, &watched.address)) {
-        watched.count += 1;
-        tracing::warn!(function = watched.address, "The IOMMU stopped it: {}", line.lines().next().unwrap_or_default());
+    if !is_kernels {
+        return 0;
     }
+    let line = line.lines().next().unwrap_or_default();
+    if hw_vfio::has_lost(line) {
+        count_all(watched);
+    }
+    if let Some(function) = hw_vfio::stopped(line) {
+        for watched in watched.iter_mut().filter(|watched| hw_vfio::is_same(function, &watched.address)) {
+            watched.count += 1;
+            tracing::warn!(function = watched.address, "The IOMMU stopped it: {line}");
+        }
+    }
+    hw_vfio::said(line)
 }
 
 #[cfg(test)]
@@ -203,7 +255,8 @@ mod tests {
             asking.push(theirs);
             Watched { address: address.into(), socket, count: 0 }
         });
-        (Watcher { news: channel().1, ear, log: Some(log), watched: watched.into() }, asking)
+        let quiet = Quiet::default();
+        (Watcher { news: channel().1, ear, log: Some(log), watched: watched.into(), quiet }, asking)
     }
 
     fn ask(watcher: &mut Watcher, socket: &OwnedFd, at: usize) -> u64 {
@@ -239,5 +292,54 @@ mod tests {
         send(&asking[0], &[0], SendFlags::empty()).unwrap();
         watcher.answer(&[true, false]);
         assert_eq!(recv(&asking[0], &mut [0; 8], RecvFlags::empty()).unwrap().1, 0, "closed");
+        // Nor who comes later.
+        let kinds = (AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (socket, theirs) = socketpair(kinds.0, kinds.1, kinds.2, None).unwrap();
+        watcher.watched.push(Watched { address: "0000:01:00.0".into(), socket, count: 0 });
+        send(&theirs, &[0], SendFlags::empty()).unwrap();
+        watcher.answer(&[true]);
+        assert_eq!(recv(&theirs, &mut [0; 8], RecvFlags::DONTWAIT).unwrap().1, 0, "closed");
+    }
+
+    #[test]
+    fn what_the_log_may_have_left_out_counts_for_every_function() {
+        let (kernel, log) = UnixDatagram::pair().unwrap();
+        log.set_nonblocking(true).unwrap();
+        let (mut watcher, asking) = watcher(log.into());
+        // Each fault comes with a line of its own before it, and the kernel counts a third that it does not print.
+        for faults in 1..=3 {
+            kernel.send(b"3,811,5,-;DMAR: DRHD: handling fault status reg 2\n").unwrap();
+            kernel.send(FAULT).unwrap();
+            assert_eq!((ask(&mut watcher, &asking[0], 0), ask(&mut watcher, &asking[1], 1)), (faults, 0));
+        }
+        // Of the fourth it prints no more than this.
+        kernel.send(b"3,811,5,-;DMAR: DRHD: handling fault status reg 2\n").unwrap();
+        let (one, other) = (ask(&mut watcher, &asking[0], 0), ask(&mut watcher, &asking[1], 1));
+        assert!(one > 3 && other > 0);
+        assert!(ask(&mut watcher, &asking[1], 1) > other, "as long as it may keep quiet");
+    }
+
+    #[test]
+    fn what_the_iommu_had_no_room_for_counts_for_every_function() {
+        let (kernel, log) = UnixDatagram::pair().unwrap();
+        log.set_nonblocking(true).unwrap();
+        let (mut watcher, asking) = watcher(log.into());
+        kernel.send(b"3,811,5,-;DMAR: DRHD: handling fault status reg 3\n").unwrap();
+        assert_eq!((ask(&mut watcher, &asking[0], 0), ask(&mut watcher, &asking[1], 1)), (1, 1));
+        kernel.send(&[b"1", &b"3,811,5,-;DMAR: DRHD: handling fault status reg 3\n"[..]].concat()).unwrap();
+        assert_eq!(ask(&mut watcher, &asking[0], 0), 1, "a program wrote that");
+    }
+
+    #[test]
+    fn what_was_said_long_ago_keeps_nothing_quiet() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut quiet = Quiet::default();
+        quiet.hear(SAID_MOST - 1, at(0));
+        assert!(!quiet.look(at(0)));
+        quiet.hear(1, at(5));
+        assert!(quiet.look(at(5)) && quiet.look(at(6)));
+        assert!(quiet.look(at(9)), "since the last look");
+        assert!(!quiet.look(at(9)));
     }
 }
