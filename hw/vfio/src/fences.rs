@@ -19,6 +19,15 @@ struct State {
     held: Vec<(Transfer, BTreeSet<JobId>)>,
 }
 
+impl State {
+    fn end(&mut self, job: JobId) {
+        self.running.remove(&job);
+        for (_, before) in &mut self.held {
+            before.remove(&job);
+        }
+    }
+}
+
 impl Fences {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -44,9 +53,15 @@ impl Fences {
         drop(state);
         let submitted = submit(transfer);
         if !matches!(submitted, Ok(Submit::Submitted)) {
-            self.lock().running.remove(&transfer.job);
+            // A flush may have come to wait for it meanwhile.
+            self.lock().end(transfer.job);
         }
         submitted
+    }
+
+    /// Whether a flush waits for nothing but [`Fences::note`].
+    pub(crate) fn is_due(&self) -> bool {
+        self.lock().held.iter().any(|(_, before)| before.is_empty())
     }
 
     /// Notes ends, and submits what waited for them. What that ends at once is appended.
@@ -58,10 +73,7 @@ impl Fences {
     ) {
         let mut state = self.lock();
         for Finished { job, .. } in ended.iter().skip(from) {
-            state.running.remove(job);
-            for (_, before) in &mut state.held {
-                before.remove(job);
-            }
+            state.end(*job);
         }
         let mut at = 0;
         while let Some((transfer, before)) = state.held.get(at) {
@@ -98,5 +110,36 @@ impl Fences {
         state.running.clear();
         let held = state.held.drain(..).map(|(transfer, _)| transfer.job);
         ended.extend(held.map(|job| Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use iommu_addr::DomainId;
+
+    use super::*;
+
+    fn flush(job: u64) -> Transfer {
+        Transfer { job: JobId(job), domain: DomainId(1), initiator: EndpointId::local(0), work: Work::Flush }
+    }
+
+    #[test]
+    fn a_flush_that_waits_for_what_ends_at_once_is_not_forgotten() {
+        for at_once in [Err(EngineError::Busy), Ok(())] {
+            let fences = Fences::default();
+            let done = fences.submit(&flush(1), |_| {
+                // From another thread.
+                assert_eq!(fences.submit(&flush(2), |_| unreachable!("it waits")), Ok(Submit::Submitted));
+                assert!(!fences.is_due());
+                at_once.map(|()| Submit::Executed(Finished { job: JobId(1), bytes: 0, result: Ok(()), raised: false }))
+            });
+            assert_eq!(done.map(drop), at_once);
+            assert!(fences.is_due());
+            let mut ended = Vec::new();
+            fences.note(&mut ended, 0, |transfer| {
+                Ok(Submit::Executed(Finished { job: transfer.job, bytes: 0, result: Ok(()), raised: false }))
+            });
+            assert_eq!(ended.iter().map(|end| end.job).collect::<Vec<_>>(), [JobId(2)]);
+        }
     }
 }

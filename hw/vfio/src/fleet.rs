@@ -168,6 +168,12 @@ impl Fleet {
         }
     }
 
+    fn tell(&self) {
+        if let Some(wake) = self.wake.get() {
+            wake();
+        }
+    }
+
     fn engines(&self) -> impl Iterator<Item = &dyn DmaEngine> {
         self.members.0.iter().map(|member| &*member.engine as &dyn DmaEngine).chain([&*self.rest])
     }
@@ -220,7 +226,11 @@ impl DmaEngine for Fleet {
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
-        self.fences.submit(transfer, |transfer| self.hand_over(transfer))
+        let submitted = self.fences.submit(transfer, |transfer| self.hand_over(transfer));
+        if !matches!(submitted, Ok(Submit::Submitted)) && self.fences.is_due() {
+            self.tell();
+        }
+        submitted
     }
 
     fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
@@ -235,10 +245,7 @@ impl DmaEngine for Fleet {
     fn abort(&self, job: JobId) {
         if let Some(finished) = self.fences.give_up(job) {
             lock(&self.given_up).push(finished);
-            if let Some(wake) = self.wake.get() {
-                wake();
-            }
-            return;
+            return self.tell();
         }
         // Those that do not have it do nothing.
         self.stager.abort(job);
