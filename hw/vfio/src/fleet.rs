@@ -253,9 +253,9 @@ impl DmaEngine for Fleet {
     }
 
     fn quiesce(&self, out: &mut Vec<Finished>) {
-        // The stager first: it has the others work.
-        self.stager.quiesce(out);
+        // The stager last: it waits for the others, and not for what they had before.
         self.engines().for_each(|engine| engine.quiesce(out));
+        self.stager.quiesce(out);
         self.fences.give_up_all(out);
         out.append(&mut lock(&self.given_up));
     }

@@ -5,12 +5,13 @@ mod common;
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::{World, file, ram};
 use hw_engine::conformance::{self, APERTURES, Parts};
-use hw_engine::{EngineError, JobId, Place, Route, Segments, Transfer, Work};
+use hw_engine::{DmaEngine, EngineError, JobId, Place, Route, Segments, Transfer, Work};
 use hw_host::HostEngine;
 use hw_vfio::{
     Command, Driver, FaultWatch, Fleet, Lazy, MapSink, Mapped, Member, Shape, Slice, Unwatched, VfioEngine, VfioError,
@@ -357,6 +358,59 @@ fn what_the_iommu_stopped_is_no_success() {
     // Of a device that says it itself nobody asks.
     let never = || Some(Box::new(Watch(Vec::new().into_iter())) as Box<dyn FaultWatch>);
     assert_eq!(watched(never(), true).write_own(0, &[1; 512]), Ok(()));
+}
+
+/// Says that it is asked, and answers when it is told to, or when nobody can tell it any more.
+struct Gate(Sender<()>, Receiver<()>);
+
+impl FaultWatch for Gate {
+    fn count(&mut self) -> Result<u64, Unwatched> {
+        let _ = self.0.send(());
+        let _ = self.1.recv();
+        Ok(0)
+    }
+}
+
+#[test]
+fn a_fleet_that_ends_gives_up_what_waits_before_it_waits_for_what_goes_through_the_host() {
+    let (asked, is_asked) = channel();
+    let (open, opened) = channel();
+    open.send(()).unwrap();
+    let mut watch = Some(Box::new(Gate(asked, opened)) as Box<dyn FaultWatch>);
+    let memory = ram();
+    let members = APERTURES.into_iter().take(2).map(|(endpoint, len)| {
+        let (disk, sink, interrupt) = disk(&Arc::default(), DISK, Trouble::None);
+        let own = Some(Slice { endpoint, start: 512, len });
+        let engine = VfioEngine::over(Box::new(disk), sink, own, memory.clone(), watch.take(), interrupt, None);
+        Member { endpoint, engine: Arc::new(engine.unwrap()), same_function: Vec::new() }
+    });
+    let rest = Arc::new(HostEngine::new(memory.clone()));
+    let fleet = Fleet::new(members.collect(), Vec::new(), rest, memory.clone(), None).unwrap();
+    // Asked once at its begin.
+    is_asked.recv().unwrap();
+    let transfer = |job, dst, src| {
+        let page = |at| Segments::from_iter([Segment { at, len: 4096 }]);
+        let work = Work::Copy { src: page(src), dst: page(dst), route: Route::Direct };
+        Transfer { job: JobId(job), domain: DomainId(1), initiator: APERTURES[0].0, work }
+    };
+    let other = Location::Aperture { endpoint: APERTURES[1].0, offset: ApertureOffset(0) };
+    fleet.submit(&transfer(0, other, own(0))).unwrap();
+    is_asked.recv().unwrap();
+    let mut jobs = 1..;
+    let mut submit = || fleet.submit(&transfer(jobs.next().unwrap(), own(0), Location::Ram(Gpa(0x2000))));
+    while submit().is_ok() {}
+    let mut ended = Vec::new();
+    std::thread::scope(|scope| {
+        // If this panics, the gate opens.
+        let _open = open;
+        scope.spawn(|| fleet.quiesce(&mut ended));
+        let begun = Instant::now();
+        while submit().is_err() {
+            assert!(begun.elapsed() < Duration::from_secs(30), "what waits is given up");
+            std::thread::yield_now();
+        }
+    });
+    assert!(ended.iter().any(|end| end.job == JobId(0) && end.result.is_ok()));
 }
 
 #[test]
