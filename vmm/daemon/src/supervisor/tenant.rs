@@ -4,8 +4,8 @@
 //! it, and the keeper gets the other end of that process's connection. A worker that ends, well or not, is followed by the next. If the keeper holds a
 //! VMM then, it carries the connection over; else the session begins afresh.
 //!
-//! A VM waits for a worker that takes over, so that has [`start::TAKE_OVER`]; one whose VM has gone has [`TEARDOWN`] to end. A worker that is late is killed, which is
-//! a failure like any other.
+//! A VM waits for a worker that takes over, so that has [`start::TAKE_OVER`], or [`start::TAKE_OVER_FUNCTIONS`]; one whose VM has gone has [`TEARDOWN`]
+//! to end. A worker that is late is killed, which is a failure like any other.
 //!
 //! Not here: how a worker is started (`start`), what a worker or a keeper does, what changes while it runs (`adapt`), the event loop.
 

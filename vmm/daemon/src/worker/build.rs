@@ -27,7 +27,7 @@ const FPGA_REGISTERS: u64 = PAGE_SIZE;
 
 /// Bytes that each copy of a proof moves: enough to tell, and no time on any link.
 const PROOF_UNIT: u64 = 64;
-/// How long all proofs of a session may take. A worker must be ready in 5 s, and an engine may take one to give up what it has.
+/// How long all proofs of a session may take. A worker must be ready in 5 s, one with functions in 30 s, and an engine may take one to give up what it has.
 const PROOF_TIME: Duration = Duration::from_millis(3500);
 /// The same for functions: whole blocks of any device, and time for the slowest.
 const FUNCTION_UNIT: u64 = PAGE_SIZE;

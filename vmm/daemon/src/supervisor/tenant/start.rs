@@ -18,6 +18,8 @@ use crate::supervisor::process::Starter;
 
 /// How long a worker may take from its start until it knows what the one before it knew.
 pub(super) const TAKE_OVER: Duration = Duration::from_secs(5);
+/// The same for one that has PCI functions, which it erases and proves first.
+pub(super) const TAKE_OVER_FUNCTIONS: Duration = Duration::from_secs(30);
 
 impl Tenant {
     /// The lease that the next worker needs, if it is time for one.
@@ -49,7 +51,7 @@ impl Tenant {
         if session != self.session || !matches!(self.stage, Stage::Leasing) {
             return;
         }
-        tracing::error!(tenant = self.config.name, session, "The broker gives no memory: {reason}");
+        tracing::error!(tenant = self.config.name, session, "The tenant gets no lease: {reason}");
         self.pause(true, Duration::ZERO);
     }
 
@@ -86,7 +88,11 @@ impl Tenant {
     /// There is a worker now.
     pub(super) fn take(&mut self, mut worker: Child) {
         if self.connected {
-            worker.expect(TAKE_OVER, "it did not take over its VM within 5 s");
+            let (patience, failure) = match &self.holds {
+                Some(lease) if lease.container => (TAKE_OVER_FUNCTIONS, "it did not take over its VM within 30 s"),
+                _ => (TAKE_OVER, "it did not take over its VM within 5 s"),
+            };
+            worker.expect(patience, failure);
         }
         self.stage = Stage::Running { worker, ready: false };
     }
