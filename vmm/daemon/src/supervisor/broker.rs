@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
+use hw_vfio::VfioError;
 use vmm_broker::{BrokerDevice, FromBroker, Lease, ToBroker};
 
 use super::backoff::Backoff;
@@ -79,17 +80,14 @@ impl Broker {
         self.tell(&ToBroker::Devices { devices: config.devices.iter().map(device).collect(), groups: numbers }, &fds);
     }
 
-    /// Asks for a lease. False if there is nobody to ask, or nothing to ask with; the tenant then tries again.
-    pub(crate) fn lease(&mut self, lease: Lease) -> bool {
-        let container = match lease.container.then(hw_vfio::open_container).transpose() {
-            Ok(container) => container,
-            Err(error) => {
-                tracing::error!(tenant = lease.tenant, "{:#}", anyhow::Error::from(error));
-                return false;
-            }
-        };
+    /// Asks for a lease. False if there is nobody to ask; the tenant then tries again.
+    ///
+    /// # Errors
+    /// When there is nothing to ask with.
+    pub(crate) fn lease(&mut self, lease: Lease) -> Result<bool, VfioError> {
+        let container = lease.container.then(hw_vfio::open_container).transpose()?;
         let fds: Vec<_> = container.iter().map(AsFd::as_fd).collect();
-        self.tell(&ToBroker::Lease(lease), &fds)
+        Ok(self.tell(&ToBroker::Lease(lease), &fds))
     }
 
     /// Ends a tenant's lease.

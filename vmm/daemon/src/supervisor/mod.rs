@@ -262,9 +262,13 @@ impl Supervisor {
             }
             if broker.child().is_some()
                 && let Some(lease) = tenant.wants_lease(config, now)
-                && !broker.lease(lease)
             {
-                tenant.lease_lost();
+                let session = lease.session;
+                match broker.lease(lease) {
+                    Ok(true) => {}
+                    Ok(false) => tenant.lease_lost(),
+                    Err(error) => tenant.lease_refused(session, &format!("{:#}", anyhow::Error::from(error))),
+                }
             }
         }
     }
