@@ -86,7 +86,8 @@ fn work(
     let SetupFds { listener, page, ledger, journal, slices, functions } = fds;
     let page = Arc::new(TenantPage::open(page).context("Cannot map the tenant's page")?);
     crate::log::count_in(Arc::clone(&page));
-    let Built { device, ram, links, idle: _open } = build(setup, ledger, slices, functions, &page, sandbox)?;
+    // First named, last gone: engines use what is behind its BARs.
+    let Built { idle: _open, device, ram, links } = build(setup, ledger, slices, functions, &page, sandbox)?;
     let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
     let options = options(setup, journal, sandbox);
     let connection = connect(Arc::clone(&device), ram, listener, options, ending)?;
