@@ -378,6 +378,11 @@ fn a_function_is_one_tenants_and_has_one_engine() {
             format!("{second}\"cmb\""),
             "t.toml:9: Function 0000:01:00.0 is one tenant's as a whole, but \"vm0\" and \"vm1\" have parts of it; give all to one",
         ),
+        (
+            "bar = 4",
+            "bar = 0".to_owned(),
+            "t.toml:9: Device \"cmb\" is the registers of function 0000:01:00.0, whose engine \"ssd\" has; give another BAR",
+        ),
         ("memory = \"8MiB\"\n", String::new(), "t.toml:26: [[tenant.slice]] needs memory; add memory = \"64MiB\""),
         (
             "device = \"edu\"",
@@ -395,6 +400,9 @@ fn a_function_is_one_tenants_and_has_one_engine() {
     }
     // Another part of the same function that is memory may be one more device of the same tenant.
     let bar = ssd("kind = \"memory\"\naddress = \"01:00.0\"\nbar = 2");
+    assert!(parse(&FUNCTIONS.replacen(tenant, &bar, 1)).is_ok());
+    // The first BAR of a function that is nothing but memory may be memory.
+    let bar = ssd("kind = \"memory\"\naddress = \"02:00.0\"\nbar = 0");
     assert!(parse(&FUNCTIONS.replacen(tenant, &bar, 1)).is_ok());
 }
 

@@ -1,4 +1,4 @@
-//! Devices that are parts of PCI functions: how they are named, that each is one tenant's and has one engine.
+//! Devices that are parts of PCI functions: how they are named, that each is one tenant's and has one engine, that nobody else has its registers.
 //!
 //! Not here: whether there is such a function.
 
@@ -29,6 +29,28 @@ impl Meaning<'_> {
             unmapped => unmapped.as_ref().map_or(0, |unmapped| unmapped.value),
         };
         Ok(Function { address, part: typed.part, unmapped })
+    }
+
+    /// The first BAR of a function that has an engine is its registers: whoever writes them has the function do what no engine would.
+    pub(super) fn registers(self, typed: &Typed, devices: &[DeviceConfig]) -> Checked<()> {
+        let of_kind = |kind: fn(&EndpointKind) -> bool| {
+            let devices = devices.iter().enumerate().filter(move |(_, device)| kind(&device.kind));
+            devices.filter_map(|(index, device)| Some((index, device, device.function.as_ref()?)))
+        };
+        let engines = || of_kind(|kind| matches!(kind, EndpointKind::Nvme | EndpointKind::Edu));
+        for (index, device, function) in of_kind(|kind| *kind == EndpointKind::Memory) {
+            let Some((_, other, _)) = engines().find(|(.., engine)| engine.address == function.address) else {
+                continue;
+            };
+            if function.part == 0 {
+                let (address, name, other) = (&function.address, &device.name, &other.name);
+                let problem = format!(
+                    "Device {name:?} is the registers of function {address}, whose engine {other:?} has; give another BAR"
+                );
+                return self.refuse(typed.devices.get(index).map_or(1, |device| device.line), problem);
+            }
+        }
+        Ok(())
     }
 
     /// A function is one tenant's and has one engine, a part of it is one device, and such a device is not cut up.

@@ -187,6 +187,7 @@ impl Meaning<'_> {
         self.sockets(typed, &daemon, &tenants)?;
         self.memory(typed, &devices, &tenants)?;
         self.functions(typed, &devices, &tenants)?;
+        self.registers(typed, &devices)?;
         Ok(Config { daemon, devices, tenants })
     }
 
