@@ -49,7 +49,7 @@ type Wake = Arc<dyn Fn() + Send + Sync>;
 struct Stager(Arc<View>);
 
 impl Carrier for Stager {
-    fn run(&mut self, transfer: &Transfer, _go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
+    fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
         let moved = match &transfer.work {
             Work::Copy { src, dst, route } => copy_segments(&*self.0, dst, src, *route),
             Work::Fill { dst, pattern } => fill_segments(&*self.0, dst, *pattern),
@@ -58,7 +58,8 @@ impl Carrier for Stager {
             Work::Kernel { .. } => return (0, Err(EngineError::Device { code: code::NO_KERNELS })),
         };
         let Finished { bytes, result, .. } = Finished::moved(transfer.job, moved);
-        (bytes, result)
+        // An engine that is to end gives up what is asked of it, and memory has no word for that.
+        (bytes, result.map_err(|error| if go_on() { error } else { EngineError::Aborted }))
     }
 }
 
@@ -254,6 +255,7 @@ impl DmaEngine for Fleet {
 
     fn quiesce(&self, out: &mut Vec<Finished>) {
         // The stager last: it waits for the others, and not for what they had before.
+        self.stager.give_up();
         self.engines().for_each(|engine| engine.quiesce(out));
         self.stager.quiesce(out);
         self.fences.give_up_all(out);

@@ -127,10 +127,16 @@ impl<C: Carrier> Queue<C> {
         self.shared.tell();
     }
 
-    pub(crate) fn quiesce(&self, out: &mut Vec<Finished>) {
+    /// Gives up all there is, and does not wait for the one that runs.
+    pub(crate) fn give_up(&self) {
         let mut state = self.shared.lock();
         state.give_up_all(EngineError::Aborted);
         state.abort = state.running.is_some();
+    }
+
+    pub(crate) fn quiesce(&self, out: &mut Vec<Finished>) {
+        self.give_up();
+        let mut state = self.shared.lock();
         while state.running.is_some() {
             state = self.shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
