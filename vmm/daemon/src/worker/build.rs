@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use hw_engine::proof::PLACES;
 use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, LinkId, Memory, RamMap};
 use hw_host::HostMemory;
 use hw_sim::{Clock, SimConfig, SimEndpoint, SimEngine};
@@ -29,7 +30,7 @@ const FPGA_REGISTERS: u64 = PAGE_SIZE;
 const PROOF_UNIT: u64 = 64;
 /// How long all proofs of a session may take. A worker must be ready in 5 s, one with functions in 30 s, and an engine may take one to give up what it has.
 const PROOF_TIME: Duration = Duration::from_millis(3500);
-/// The same for functions: whole blocks of any device, and time for the slowest.
+/// The same for functions: whole blocks of any device, unless a slice is too small for that, and time for the slowest.
 const FUNCTION_UNIT: u64 = PAGE_SIZE;
 const FUNCTION_TIME: Duration = Duration::from_secs(20);
 
@@ -76,8 +77,9 @@ pub(crate) fn build(
         let hardware = functions.engines(&memory, engine, &confined(Class::Engine))?;
         (view, idle) = (hardware.fleet.memory(), hardware.idle);
         engine = hardware.fleet;
-        proof = (FUNCTION_UNIT, FUNCTION_TIME);
-        stage_what_takes_two_hops(&*engine, &specs, FUNCTION_UNIT, &mut reach);
+        let unit = function_unit(&specs);
+        proof = (unit, FUNCTION_TIME);
+        stage_what_takes_two_hops(&*engine, &specs, unit, &mut reach);
     }
     prove(&*engine, &*view, &specs, proof, &mut reach);
     let spec = DeviceSpec {
@@ -91,6 +93,12 @@ pub(crate) fn build(
     let observer = Arc::new(PageObserver { page: Arc::clone(page), session: setup.session });
     let device = Device::new(spec, engine, memory.clone(), observer).context("Cannot make the device")?;
     Ok(Built { device, ram: memory, links, idle })
+}
+
+/// As much as each slice can lend for a proof.
+fn function_unit(specs: &[EndpointSpec]) -> u64 {
+    let lens = specs.iter().map(|spec| spec.memory_len / PLACES).filter(|len| *len > 0);
+    lens.min().and_then(u64::checked_ilog2).map_or(FUNCTION_UNIT, |log| FUNCTION_UNIT.min(1 << log))
 }
 
 /// Maps the slices of simulated devices.
@@ -169,4 +177,27 @@ fn reach(setup: &Setup) -> Reach {
         reach.deny(accessor, owner, PathReason::PeerUnreachable);
     }
     reach
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_takes_no_more_than_the_smallest_slice_has() {
+        let unit = |lens: &[u64]| {
+            let endpoint = |memory_len: &u64| Endpoint {
+                name: "x".into(),
+                kind: vmm_broker::EndpointKind::Memory,
+                memory_len: *memory_len,
+                engines: 1,
+                link: 0,
+                function: None,
+            };
+            let specs: Vec<_> = lens.iter().map(|len| spec(&endpoint(len), EndpointId::local(0))).collect();
+            function_unit(&specs)
+        };
+        assert_eq!([unit(&[]), unit(&[0]), unit(&[16 << 20, 0, 12 << 10])], [4096; 3]);
+        assert_eq!([unit(&[16 << 20, 8 << 10]), unit(&[4096])], [2048, 1024]);
+    }
 }
