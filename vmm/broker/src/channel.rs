@@ -20,7 +20,7 @@ use serde::de::DeserializeOwned;
 /// Most bytes of one message.
 pub const MAX_PAYLOAD: usize = 64 << 10;
 /// Most descriptors of one message.
-pub const MAX_FDS: usize = 64;
+pub const MAX_FDS: usize = 72;
 
 /// A value that travels together with descriptors.
 pub trait Message: Serialize + DeserializeOwned {

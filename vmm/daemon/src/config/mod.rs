@@ -40,6 +40,8 @@ const MAX_WEIGHT: u32 = 10_000;
 const MAX_DEVICES: usize = 64;
 const MAX_TENANTS: usize = 128;
 const MAX_SLICES: usize = 32;
+// A group for each device, and the kernel's log; a set-up's own four, a container, and two for each function.
+const _: () = assert!(MAX_DEVICES < vmm_broker::MAX_FDS && 4 + 1 + 2 * MAX_SLICES <= vmm_broker::MAX_FDS);
 /// Granule of a slice's size.
 const PAGE: u64 = vdev_wire::PAGE_SIZE;
 /// Most memory of one device: far below where registers begin.
