@@ -297,9 +297,11 @@ mod tests {
             (Class::Supervisor, Class::Keeper),
             (Class::Supervisor, Class::Broker),
             (Class::Supervisor, Class::Scrubber),
+            (Class::Supervisor, Class::Watcher),
             (Class::Worker, Class::Connection),
             (Class::Worker, Class::Queue),
             (Class::Worker, Class::Timekeeper),
+            (Class::Worker, Class::Engine),
         ];
         for (outer, inner) in inherits {
             let allowed = rules(outer);

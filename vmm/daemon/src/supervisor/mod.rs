@@ -31,7 +31,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use event_manager::{EventManager, EventOps, Events, MutEventSubscriber, SubscriberOps};
-use rustix::process::{Resource, getrlimit, setrlimit};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
@@ -101,7 +100,7 @@ pub(crate) fn run(store: Store, config: Config) -> anyhow::Result<()> {
     let signals = Signals::block().context("Cannot take signals")?;
     let sandbox = Sandbox::new(config.daemon.seccomp, &[Class::Supervisor])?;
     let starter = Starter::new(&config.daemon)?;
-    raise_descriptor_limit();
+    process::raise_descriptor_limit();
     let mut patience = Patience::new(runtime_dir::PATIENCE);
     // Dropped last: its sockets are gone by then.
     let _runtime_dir = RuntimeDir::acquire(&config.daemon.runtime_dir, || patience.wait())?;
@@ -118,15 +117,6 @@ pub(crate) fn run(store: Store, config: Config) -> anyhow::Result<()> {
             Some(0) => return Ok(()),
             Some(left) => bail!("Killed processes have not ended ({left}); their VMMs hold them, so end those, too"),
         };
-    }
-}
-
-/// Each slice is a descriptor.
-fn raise_descriptor_limit() {
-    let mut limit = getrlimit(Resource::Nofile);
-    limit.current = limit.maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, limit) {
-        tracing::debug!(%error, "Cannot raise the limit of open files");
     }
 }
 

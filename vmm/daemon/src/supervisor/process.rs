@@ -7,7 +7,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
 use anyhow::Context;
-use rustix::process::{Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_send_signal, waitid};
+use rustix::process::{
+    Resource, Signal, WaitId, WaitIdOptions, WaitIdStatus, getrlimit, pidfd_send_signal, setrlimit, waitid,
+};
 use vmm_broker::Channel;
 use vmm_sandbox::{Launcher, Started};
 
@@ -40,6 +42,15 @@ impl Starter {
         .collect();
         words.extend(daemon.core_dumps.then(|| "--core-dumps".to_owned()));
         Ok(Self { launcher, words })
+    }
+}
+
+/// Raises this process's limit of descriptors as far as it may: each slice is one.
+pub(crate) fn raise_descriptor_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::debug!(%error, "Cannot raise the limit of open files");
     }
 }
 
