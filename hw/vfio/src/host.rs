@@ -98,7 +98,7 @@ impl Host {
         Ok(Self::of(Ioas::new(iommufd)?))
     }
 
-    fn of(domain: impl Domain + 'static) -> Self {
+    pub(crate) fn of(domain: impl Domain + 'static) -> Self {
         Self(Arc::new(Inner { domain: Box::new(domain), bus: Mutex::new(None) }))
     }
 
