@@ -1,7 +1,7 @@
 //! `cargo xtask mutate`: break the protection on purpose, and see the demo fail.
 //!
 //! Each [`Mutation`] replaces one piece of source in a copy of the tree; the scenario then runs without a VM and must have a row that is not as
-//! expected, or the kill test must fail, or one that breaks simulated devices. A mutation that goes unnoticed is a hole in them. A piece of source that is not found means that the code
+//! expected, or the kill test must fail, or one that breaks simulated devices or models of PCI functions. A mutation that goes unnoticed is a hole in them. A piece of source that is not found means that the code
 //! has moved on, and so must the list.
 //!
 //! Not here: the list.
@@ -16,7 +16,7 @@ use tempfile::TempDir;
 use xtask::demo::programs::{Programs, target_dir};
 use xtask::demo::{self, Acts, WITHOUT_VM};
 
-use super::mutations::{LOSSES, MUTATIONS, Mutation, PROOFS};
+use super::mutations::{FUNCTIONS, LOSSES, MUTATIONS, Mutation, PROOFS};
 use super::{Steps, cargo, checkout};
 
 /// Builds soonest, again and again.
@@ -25,7 +25,7 @@ const PROFILE: &str = "dev";
 const KILL_TEST: &str = "a_worker_may_die_at_any_moment";
 const KILLS: &str = "12";
 
-/// Break the protection in some forty ways, one at a time, and demand that `demo --no-vm`, the kill test or the tests of proofs notice each
+/// Break the protection in some sixty ways, one at a time, and demand that `demo --no-vm`, the kill test or the tests of proofs or of PCI functions notice each
 #[derive(Debug, Args)]
 pub(crate) struct MutateArgs {
     /// Try only mutations with this in their name
@@ -38,7 +38,7 @@ pub(crate) struct MutateArgs {
 
 pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     if args.list {
-        for mutation in MUTATIONS.iter().chain(LOSSES).chain(PROOFS) {
+        for mutation in [MUTATIONS, LOSSES, PROOFS, FUNCTIONS].into_iter().flatten() {
             println!("{:<60} {}", mutation.name, mutation.file);
         }
         return Ok(());
@@ -49,7 +49,9 @@ pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     eprintln!("building the tree as it is");
     let programs = Programs::build_at(tree.path(), &target, PROFILE, WITHOUT_VM)?;
     let mut steps = Steps::only(args.only.clone());
-    for (mutations, judge) in [(MUTATIONS, scenario as Judge), (LOSSES, kill_test), (PROOFS, proof_tests)] {
+    let lists =
+        [(MUTATIONS, scenario as Judge), (LOSSES, kill_test), (PROOFS, proof_tests), (FUNCTIONS, function_tests)];
+    for (mutations, judge) in lists {
         if mutations.iter().any(|mutation| mutation.name.contains(&args.only)) {
             let sound = judge(&programs, tree.path(), &target);
             ensure!(sound.is_none(), "Something is wrong without any mutation: {}", sound.unwrap_or_default());
@@ -118,9 +120,26 @@ fn proof_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<Strin
         &["vmm_daemon", "--lib", "prove"],
         &["vmm_daemon", "--test", "process", "proof"],
     ];
-    tests.into_iter().find_map(|test| {
+    first_failure(&tests, tree, target)
+}
+
+/// The tests of what drives PCI functions and gives them away, none of which has one.
+fn function_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<String> {
+    let tests: [&[&str]; 5] = [
+        &["hw_vfio", "--lib"],
+        &["hw_vfio", "--test", "model"],
+        &["vmm_broker", "--lib"],
+        &["vmm_daemon", "--lib", "broker::"],
+        &["vmm_daemon", "--test", "config"],
+    ];
+    first_failure(&tests, tree, target)
+}
+
+/// The first test that fails among those of these packages.
+fn first_failure(tests: &[&[&str]], tree: &Path, target: &Path) -> Option<String> {
+    tests.iter().find_map(|test| {
         let mut command = cargo(&["test", "--quiet", "--package"]);
-        command.args(test).current_dir(tree).env("CARGO_TARGET_DIR", target);
+        command.args(*test).current_dir(tree).env("CARGO_TARGET_DIR", target);
         match command.output() {
             Ok(output) if output.status.success() => None,
             Ok(output) => {
