@@ -5,12 +5,13 @@
 //! Not here: what a driver does, which pairs are proved.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use hw_engine::{DmaEngine, Memory};
+use hw_engine::{DmaEngine, Memory, Place};
 use hw_host::{DeviceArea, HostMemory};
 use hw_vfio::{
     FaultWatch, Fleet, Function, Hole, Host, Kind, Lazy, MapSink, Member, Slice, ThreadHook, Unwatched, VfioEngine,
@@ -91,11 +92,12 @@ impl<'a> Functions<'a> {
         rest: Arc<dyn DmaEngine>,
         hook: &ThreadHook,
     ) -> anyhow::Result<Hardware> {
-        let holes = self.of_kind(EndpointKind::Memory).filter(|(_, _, part)| part.unmapped > 0);
-        let holes = holes.filter_map(|(id, endpoint, part)| {
-            memory.place(at(id, endpoint.memory_len.saturating_sub(part.unmapped)), part.unmapped)
-        });
-        let host: Arc<dyn MapSink> = Arc::new(Hole::new(Arc::clone(&self.host), holes.collect()));
+        let mut holes = Vec::new();
+        for (id, endpoint, part) in self.of_kind(EndpointKind::Memory) {
+            let start = endpoint.memory_len.saturating_sub(part.unmapped);
+            holes.extend(runs(&**memory, id, start..endpoint.memory_len)?);
+        }
+        let host: Arc<dyn MapSink> = Arc::new(Hole::new(Arc::clone(&self.host), holes));
         // Memory has no engine, also if the function that it is of has one.
         let idle = self.of_kind(EndpointKind::Memory).map(|(id, _, _)| id).collect();
         let memories: Vec<_> = self.of_kind(EndpointKind::Memory).map(|(id, _, part)| (id, &part.address)).collect();
@@ -134,6 +136,18 @@ impl<'a> Functions<'a> {
     }
 }
 
+/// Where a part of an endpoint's memory is in this process.
+fn runs(memory: &dyn Memory, endpoint: EndpointId, part: Range<u64>) -> anyhow::Result<Vec<Place>> {
+    let mut runs: Vec<Place> = Vec::new();
+    let mut start = part.start;
+    while start < part.end {
+        let run = memory.place(at(endpoint, start), part.end - start).context("The memory is not mapped")?;
+        start += run.len;
+        runs.push(run);
+    }
+    Ok(runs)
+}
+
 fn at(endpoint: EndpointId, offset: u64) -> Location {
     Location::Aperture { endpoint, offset: ApertureOffset(offset) }
 }
@@ -167,4 +181,23 @@ fn ask(socket: &OwnedFd) -> Option<u64> {
     let mut answer = [0; 8];
     let received = recv(socket, &mut answer, RecvFlags::DONTWAIT).ok()?;
     (received.1 == answer.len()).then(|| u64::from_le_bytes(answer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hole_is_all_of_what_it_is_to_be() {
+        let (memory, endpoint) = (HostMemory::new(), EndpointId::local(0));
+        let files = [0, 1].map(|_| tempfile::tempfile().unwrap());
+        files.iter().for_each(|file| file.set_len(0x4000).unwrap());
+        let areas = [(0, &files[0]), (0x4000, &files[1])];
+        let areas = areas.map(|(start, file)| DeviceArea { start, file, offset: 0, len: 0x4000, buffer: None });
+        memory.add_device(endpoint, &areas).unwrap();
+        let lens = |part| runs(&memory, endpoint, part).map(|runs| runs.iter().map(|run| run.len).collect::<Vec<_>>());
+        assert_eq!(lens(0x3000..0x8000).unwrap(), [0x1000, 0x4000]);
+        assert!(lens(0x8000..0x8000).unwrap().is_empty());
+        assert!(lens(0x3000..0x9000).is_err());
+    }
 }
