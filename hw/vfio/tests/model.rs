@@ -388,8 +388,11 @@ fn a_fleet_that_ends_gives_up_what_waits_before_it_waits_for_what_goes_through_t
     });
     let rest = Arc::new(HostEngine::new(memory.clone()));
     let fleet = Fleet::new(members.collect(), Vec::new(), rest, memory.clone(), None).unwrap();
+    // Before the fleet goes, the gate opens.
+    let open = open;
+    let patience = Duration::from_secs(30);
     // Asked once at its begin.
-    is_asked.recv().unwrap();
+    is_asked.recv_timeout(patience).unwrap();
     let transfer = |job, dst, src| {
         let page = |at| Segments::from_iter([Segment { at, len: 4096 }]);
         let work = Work::Copy { src: page(src), dst: page(dst), route: Route::Direct };
@@ -397,7 +400,7 @@ fn a_fleet_that_ends_gives_up_what_waits_before_it_waits_for_what_goes_through_t
     };
     let other = Location::Aperture { endpoint: APERTURES[1].0, offset: ApertureOffset(0) };
     fleet.submit(&transfer(0, other, own(0))).unwrap();
-    is_asked.recv().unwrap();
+    is_asked.recv_timeout(patience).unwrap();
     let mut jobs = 1..;
     let mut submit = || fleet.submit(&transfer(jobs.next().unwrap(), own(0), Location::Ram(Gpa(0x2000))));
     while submit().is_ok() {}
@@ -408,7 +411,7 @@ fn a_fleet_that_ends_gives_up_what_waits_before_it_waits_for_what_goes_through_t
         scope.spawn(|| fleet.quiesce(&mut ended));
         let begun = Instant::now();
         while submit().is_err() {
-            assert!(begun.elapsed() < Duration::from_secs(30), "what waits is given up");
+            assert!(begun.elapsed() < patience, "what waits is given up");
             std::thread::yield_now();
         }
     });

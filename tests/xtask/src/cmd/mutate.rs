@@ -126,11 +126,11 @@ fn proof_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<Strin
 /// The tests of what drives PCI functions and gives them away, none of which has one.
 fn function_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<String> {
     let tests: [&[&str]; 5] = [
-        &["hw_vfio", "--lib"],
-        &["hw_vfio", "--test", "model"],
         &["vmm_broker", "--lib"],
         &["vmm_daemon", "--lib", "broker::"],
         &["vmm_daemon", "--test", "config"],
+        &["hw_vfio", "--lib"],
+        &["hw_vfio", "--test", "model"],
     ];
     first_failure(&tests, tree, target)
 }
