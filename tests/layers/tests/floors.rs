@@ -40,7 +40,8 @@ const FENCED: &[(&str, &[&str])] = &[
     ("event-manager", &["vmm_daemon"]),
     ("toml_edit", &["vmm_daemon"]),
     ("seccompiler", &["vmm_sandbox"]),
-    ("vfio-ioctls", &["hw_vfio"]),
+    ("vfio-bindings", &["hw_vfio"]),
+    ("iommufd-bindings", &["hw_vfio"]),
     ("anyhow", &["vmm_daemon", "pgctl"]),
 ];
 
