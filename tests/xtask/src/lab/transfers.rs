@@ -29,6 +29,7 @@ pub fn scenario(machine: &mut Machine<'_>, inside: &Inside, vmm: Vmm) -> Result<
     let facts = [
         ("daemon-is-ready", "yes"),
         ("proofs-that-failed", "0"),
+        ("broker's-death/owner-has-a-new-session", "yes"),
         ("owner/ssd0-to-mem0", moved),
         ("owner/mem0-to-ssd1", moved),
         ("owner/ssd1-to-mem0", moved),
@@ -47,7 +48,8 @@ pub fn scenario(machine: &mut Machine<'_>, inside: &Inside, vmm: Vmm) -> Result<
         ("a-function-for-two-tenants", "refused"),
         ("kernel-complaints", "0"),
         ("daemon-ends", "0"),
-        ("daemon-errors-logged", "0"),
+        // The broker's death.
+        ("daemon-errors-logged", "1"),
     ];
     let name = match vmm {
         Vmm::Qemu => "transfers".to_owned(),
@@ -119,6 +121,12 @@ mkdir -p /run/$(dirname $name)
 dmesg -c >/dev/null
 start_daemon $name $config
 fact $name/proofs-that-failed $(grep -c 'not proved' /run/$name.log)
+# Both tenants are as the daemon tells of them, the owner first.
+owners() { of_tenant $1 | head -1; }
+is_new() { [ "$(owners session)" -gt $session ] && [ "$(owners state)" = waiting ]; }
+session=$(owners session)
+kill -9 $(of_tenant broker_pid)
+within 60 is_new && fact "$name/broker's-death/owner-has-a-new-session" yes
 $owner $(device_words $vmm owner) >/run/guest.log 2>&1
 for what in ssd0-to-mem0 mem0-to-ssd1 ssd1-to-mem0 mem0-to-ssd0 ssd1-to-cmb0 mem0-to-mem0-by-edu0 ssd0-to-ssd1-staged \
     into-what-is-not-mapped again-after-the-fault kernel-complaints; do

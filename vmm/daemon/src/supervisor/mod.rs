@@ -391,6 +391,7 @@ impl Supervisor {
         listen_no_more(ops, &broker);
         self.everybody_mut().for_each(Tenant::lease_lost);
         if self.ending.is_none() {
+            self.everybody_mut().for_each(Tenant::broker_lost);
             let (reason, hint) = why(broker.reason.as_deref(), status);
             tracing::error!("The broker has failed; workers go on without it: {status}{reason}{hint}");
         }

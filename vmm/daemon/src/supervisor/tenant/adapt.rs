@@ -57,6 +57,13 @@ impl Tenant {
         }
     }
 
+    /// The broker has gone, and with it whoever told this tenant's functions what the IOMMU has stopped: they need the next broker, so a new session.
+    pub(crate) fn broker_lost(&mut self) {
+        if self.holds.as_ref().is_some_and(|lease| lease.container) {
+            self.renew();
+        }
+    }
+
     /// Accepts nobody any more, and asks its processes to end.
     pub(crate) fn stop(&mut self) {
         self.socket = None;
@@ -230,6 +237,20 @@ mod tests {
         let second = tenant.wants_lease(&config, Instant::now()).unwrap();
         assert_eq!((first.session, second.session), (1, 2));
         tenant.kill();
+    }
+
+    #[test]
+    fn the_brokers_end_is_a_new_session_for_who_has_functions_and_for_nobody_else() {
+        for container in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let (mut tenant, _keeper, worker) = running(dir.path());
+            tenant.holds = Some(Lease { tenant: "t".into(), session: 1, slices: Vec::new(), container });
+            tenant.broker_lost();
+            let expected = if container { vec![ToWorker::MakeRoom {}] } else { Vec::new() };
+            assert_eq!(told::<ToWorker>(&worker), expected);
+            tenant.kill();
+            ended_by(&mut tenant);
+        }
     }
 
     #[test]
