@@ -53,8 +53,7 @@ struct Lent {
 }
 
 impl Lazy {
-    /// Most mappings that are kept: a container holds [`MAX_MAPPINGS`](crate::host::MAX_MAPPINGS), and 32 engines of a tenant that all
-    /// keep as many leave half of them to commands.
+    /// Most mappings that are kept: a container holds 65,535, and 32 engines of a tenant that all keep as many leave half of them to commands.
     pub const MAX_KEPT: usize = 1024;
     /// Most bytes that are kept, because what is mapped is pinned: enough for all buffers that a guest has in flight with one device.
     pub const MAX_KEPT_BYTES: u64 = 64 << 20;
