@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use vmm_broker::Channel;
 use vmm_sandbox::{Class, Sandbox};
 
 use crate::role;
@@ -69,10 +70,9 @@ impl Watch {
 
     /// Watches one more function, until the end that is returned is closed.
     pub(super) fn function(&mut self, address: &str) -> anyhow::Result<OwnedFd> {
-        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-        let (ours, theirs) = pair.context("Cannot make a socket")?;
-        self.tell(News::Function(Watched { address: address.to_owned(), socket: ours, count: 0 }))?;
-        Ok(theirs)
+        let (ours, theirs) = Channel::pair()?;
+        self.tell(News::Function(Watched { address: address.to_owned(), socket: ours.into_fd(), count: 0 }))?;
+        Ok(theirs.into_fd())
     }
 
     fn tell(&mut self, news: News) -> anyhow::Result<()> {
@@ -250,10 +250,9 @@ mod tests {
         let ear = io::pipe().unwrap().0;
         let mut asking = Vec::new();
         let watched = ["0000:01:00.0", "0000:02:00.0"].map(|address| {
-            let kinds = (AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC);
-            let (socket, theirs) = socketpair(kinds.0, kinds.1, kinds.2, None).unwrap();
-            asking.push(theirs);
-            Watched { address: address.into(), socket, count: 0 }
+            let (ours, theirs) = Channel::pair().unwrap();
+            asking.push(theirs.into_fd());
+            Watched { address: address.into(), socket: ours.into_fd(), count: 0 }
         });
         let quiet = Quiet::default();
         (Watcher { news: channel().1, ear, log: Some(log), watched: watched.into(), quiet }, asking)
@@ -293,9 +292,8 @@ mod tests {
         watcher.answer(&[true, false]);
         assert_eq!(recv(&asking[0], &mut [0; 8], RecvFlags::empty()).unwrap().1, 0, "closed");
         // Nor who comes later.
-        let kinds = (AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC);
-        let (socket, theirs) = socketpair(kinds.0, kinds.1, kinds.2, None).unwrap();
-        watcher.watched.push(Watched { address: "0000:01:00.0".into(), socket, count: 0 });
+        let (ours, theirs) = Channel::pair().unwrap();
+        watcher.watched.push(Watched { address: "0000:01:00.0".into(), socket: ours.into_fd(), count: 0 });
         send(&theirs, &[0], SendFlags::empty()).unwrap();
         watcher.answer(&[true]);
         assert_eq!(recv(&theirs, &mut [0; 8], RecvFlags::DONTWAIT).unwrap().1, 0, "closed");
