@@ -12,7 +12,7 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use crate::drivers::{self, Driver, Kind};
 use crate::host::{MAX_MAPPINGS, MapSink};
 use crate::mover::{MAX_TRANSFER, Mover};
-use crate::queue::{Carrier, DEPTH, Queue, ThreadHook, Wake};
+use crate::queue::{DEPTH, Queue, ThreadHook, Wake};
 use crate::reach::Reach;
 use crate::watch::FaultWatch;
 use crate::{Function, Shape, VfioError};
@@ -50,16 +50,6 @@ impl Slice {
 pub struct VfioEngine {
     queue: Queue<Mover>,
     reach: Arc<Reach>,
-}
-
-impl Carrier for Mover {
-    fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
-        Self::run(self, transfer, go_on)
-    }
-
-    fn rest(&mut self) {
-        Self::rest(self);
-    }
 }
 
 impl VfioEngine {

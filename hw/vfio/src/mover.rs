@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::bounce::{self, Bounce};
 use crate::flight::{Commands, Flight, Short};
 use crate::host::{MapSink, chain};
+use crate::queue::Carrier;
 use crate::reach::{End, Reach};
 use crate::watch::FaultWatch;
 use crate::{Command, Driver, Shape, VfioError};
@@ -88,39 +89,6 @@ impl Mover {
         Ok(mover)
     }
 
-    /// Carries a transfer out. Answers the bytes moved, and what then went wrong. `go_on` is asked between pieces.
-    pub(crate) fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
-        let mut bytes = 0;
-        let result = match &transfer.work {
-            Work::Copy { src, dst, .. } => match self.straight_throughout(dst, src) {
-                Ok(Some(commands)) => self.carry_out(commands, go_on).map(|()| bytes = total_len(dst)),
-                Ok(None) => Pairs::new(dst, src).try_for_each(|pair| {
-                    self.copy(pair, go_on)?;
-                    bytes += pair.len;
-                    Ok(())
-                }),
-                Err(error) => Err(error.into()),
-            },
-            Work::Fill { dst, pattern } => dst.iter().try_for_each(|segment| {
-                let turned = pattern.rotate_right(u32::try_from(bytes % 8 * 8).unwrap_or(0));
-                self.fill(*segment, turned, go_on)?;
-                bytes += segment.len;
-                Ok(())
-            }),
-            Work::Flush => self.flush(transfer.initiator),
-            Work::Kernel { .. } => Err(EngineError::Device { code: code::NO_KERNELS }.into()),
-        };
-        match result {
-            Ok(()) => (bytes, Ok(())),
-            Err(Short { bytes: more, error }) => (bytes + more, Err(error)),
-        }
-    }
-
-    /// Nothing is to be done for a while.
-    pub(crate) fn rest(&mut self) {
-        self.host.rest();
-    }
-
     /// Reads the engine's own memory, for its owner.
     pub(crate) fn read(&mut self, offset: u64, len: u64) -> Result<Vec<u8>, EngineError> {
         let own = self.own_place(offset, len)?;
@@ -158,35 +126,38 @@ impl Mover {
         let mut all = Commands::new();
         for Pair { dst, src, len } in Pairs::new(dst, src) {
             // What is not there is found piece by piece, so that what comes before it is moved.
-            let commands = match (self.reach.end(dst, len), self.reach.end(src, len)) {
-                (Ok(End::Own(own)), Ok(End::Other(at))) => self.straight(own, at, len, true)?,
-                (Ok(End::Other(at)), Ok(End::Own(own))) => self.straight(own, at, len, false)?,
-                _ => None,
-            };
-            let Some(commands) = commands else { return Ok(None) };
+            let (Ok(dst), Ok(src)) = (self.reach.end(dst, len), self.reach.end(src, len)) else { return Ok(None) };
+            let Some(commands) = self.straight_pair(dst, src, len)? else { return Ok(None) };
             all.extend(commands);
         }
         Ok(Some(all))
     }
 
+    /// Commands for one piece that goes straight between the engine's own memory and others; `None` if it does not.
+    fn straight_pair(&self, dst: End, src: End, len: u64) -> Result<Option<Commands>, EngineError> {
+        match (dst, src) {
+            (End::Own(own), End::Other(at)) => self.straight(own, at, len, true),
+            (End::Other(at), End::Own(own)) => self.straight(own, at, len, false),
+            (End::Own(_), End::Own(_)) | (End::Other(_), End::Other(_)) => Ok(None),
+        }
+    }
+
     fn copy(&mut self, pair: Pair, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
         let Pair { dst, src, len } = pair;
-        match (self.reach.end(dst, len)?, self.reach.end(src, len)?) {
-            (End::Own(own), End::Other(at)) => match self.straight(own, at, len, true)? {
-                Some(commands) => self.carry_out(commands, go_on),
-                None => {
-                    let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
-                    self.reach.memory.read(at, &mut bytes)?;
-                    self.write_own(own, &bytes, go_on)
-                }
-            },
-            (End::Other(at), End::Own(own)) => match self.straight(own, at, len, false)? {
-                Some(commands) => self.carry_out(commands, go_on),
-                None => {
-                    let bytes = self.read_own(own, len, go_on)?;
-                    Ok(self.reach.memory.write(at, &bytes)?)
-                }
-            },
+        let (dst, src) = (self.reach.end(dst, len)?, self.reach.end(src, len)?);
+        if let Some(commands) = self.straight_pair(dst, src, len)? {
+            return self.carry_out(commands, go_on);
+        }
+        match (dst, src) {
+            (End::Own(own), End::Other(at)) => {
+                let mut bytes = vec![0; usize::try_from(len).unwrap_or(0)];
+                self.reach.memory.read(at, &mut bytes)?;
+                self.write_own(own, &bytes, go_on)
+            }
+            (End::Other(at), End::Own(own)) => {
+                let bytes = self.read_own(own, len, go_on)?;
+                Ok(self.reach.memory.write(at, &bytes)?)
+            }
             (End::Own(to), End::Own(from)) => {
                 let bytes = self.read_own(from, len, go_on)?;
                 self.write_own(to, &bytes, go_on)
@@ -401,6 +372,40 @@ impl Mover {
                 code::LOST
             }
         }
+    }
+}
+
+impl Carrier for Mover {
+    /// `go_on` is asked between pieces.
+    fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
+        let mut bytes = 0;
+        let result = match &transfer.work {
+            Work::Copy { src, dst, .. } => match self.straight_throughout(dst, src) {
+                Ok(Some(commands)) => self.carry_out(commands, go_on).map(|()| bytes = total_len(dst)),
+                Ok(None) => Pairs::new(dst, src).try_for_each(|pair| {
+                    self.copy(pair, go_on)?;
+                    bytes += pair.len;
+                    Ok(())
+                }),
+                Err(error) => Err(error.into()),
+            },
+            Work::Fill { dst, pattern } => dst.iter().try_for_each(|segment| {
+                let turned = pattern.rotate_right(u32::try_from(bytes % 8 * 8).unwrap_or(0));
+                self.fill(*segment, turned, go_on)?;
+                bytes += segment.len;
+                Ok(())
+            }),
+            Work::Flush => self.flush(transfer.initiator),
+            Work::Kernel { .. } => Err(EngineError::Device { code: code::NO_KERNELS }.into()),
+        };
+        match result {
+            Ok(()) => (bytes, Ok(())),
+            Err(Short { bytes: more, error }) => (bytes + more, Err(error)),
+        }
+    }
+
+    fn rest(&mut self) {
+        self.host.rest();
     }
 }
 
