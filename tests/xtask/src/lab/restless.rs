@@ -47,7 +47,8 @@ pub fn scenario(machine: &mut Machine<'_>, inside: &Inside) -> Result<Scenario> 
         // The end of the worker that was killed.
         ("daemon-errors-logged", "1"),
     ];
-    Ok(played("cloud-hypervisor/restless", VMM, "restless", HOST, &facts))
+    let words = "tenant=lab root=restless patience=120\n";
+    Ok(played("cloud-hypervisor/restless", VMM, "restless", &format!("{words}{BEGIN}{LOSS}{KILL}{LOST}{END}"), &facts))
 }
 
 /// The same tenant's guest as in `transfers`, which reboots and is killed while an NVMe controller writes into another function's BAR for it.
@@ -78,8 +79,8 @@ pub fn functions(machine: &mut Machine<'_>, inside: &Inside) -> Result<Scenario>
         ("daemon-ends", "0"),
         ("daemon-errors-logged", "0"),
     ];
-    let script = format!("config={OWNER_CONFIG}\n{MOVED}");
-    Ok(played("cloud-hypervisor/restless-functions", VMM, "mover", &script, &facts))
+    let words = format!("config={OWNER_CONFIG} tenant=owner root=mover patience=200\n");
+    Ok(played("cloud-hypervisor/restless-functions", VMM, "mover", &format!("{words}{BEGIN}{KILL}{END}"), &facts))
 }
 
 const OWNER_CONFIG: &str = "/etc/lab-owner.toml";
@@ -92,110 +93,92 @@ fn add(machine: &mut Machine<'_>, inside: &Inside, name: &str, body: &str) -> Re
         let _ = writeln!(load, "insmod {path}");
         root.file(&path, module.path, 0o644);
     }
-    root.init_script(&format!("{load}{body}"));
+    root.init_script(&format!("{load}{BOOT}{body}{GOES}"));
     add_guest(machine, VMM, name, &spec(root))
 }
 
-/// In the host, with real functions.
-const MOVED: &str = r#"
-log=/run/mover.results
-said() { sed -n "s|^$1 ||p" $log; }
-has_said() { [ -n "$(said $1)" ]; }
-
-mkdir -p /run/$vmm
-start_daemon $name $config
-echo 1 | dd of=/run/moves bs=4096 conv=sync 2>/dev/null
-boot="$guest $(device_words $vmm owner) --disk path=/run/moves,image_type=raw"
-$boot >/run/guest.log 2>&1 &
-vm=$!
-within 200 has_said boot-2/in-flight
-within 10 is_tenant in_flight -gt 0 && kill -9 $vm && fact $name/kill/was-in-mid-transfer yes
-wait $vm
-within 60 is_tenant state = waiting
-fact $name/kill/tenant-is $(of_tenant state)
-fact $name/kill/in-flight $(of_tenant in_flight)
-$boot >>/run/guest.log 2>&1
-
-fact $name/first-boot/copies $(said boot-1/copies)
-fact $name/first-boot/kernel-complaints $(said boot-1/complaints)
-fact $name/reboot/was-in-mid-transfer $(said boot-1/in-flight)
-fact $name/reboot/copies $(said boot-2/copies)
-fact $name/reboot/kernel-complaints $(said boot-2/complaints)
-fact $name/next-vm/copies $(said boot-3/copies)
-fact $name/next-vm/kernel-complaints $(said boot-3/complaints)
-fact $name/worker-failures $(of_tenant failures)
-fact $name/keeper-failures $(of_tenant keeper_failures)
-has_said boot-3/complaints || cat /run/$name.log /run/guest.log $log /run/mover.console
-end_daemon $name
-"#;
-
-/// In that guest. The first time it reboots with copies in flight, the second time it is killed with them in flight.
-const MOVER: &str = r#"
-read boot </dev/vda
-echo $((boot + 1)) >/dev/vda
-sync
-insmod /lib/peergate.ko || dmesg | tail -20
-say() { echo "boot-$boot/$*" >&3; }
-pgctl copy --from ssd0 --to mem0 --size 1M --verify --path direct && say copies yes
-say complaints $(complaints)
-[ $boot = 3 ] && exit
-pgctl copy --from ssd0 --to mem0 --size 8M --repeat 100000 --path direct --json >/log 2>&1 3>&- &
-until grep -q direct /log; do kill -0 $! || break; usleep 100000; done
-grep -q '"path":"direct"' /log && say in-flight yes
-exec 3>&-
-[ $boot = 1 ] && reboot -f
-wait
-"#;
-
-/// In the host. The disk tells the guest which boot it is.
-const HOST: &str = r#"
-log=/run/restless.results
+/// In the host: the first boot. The disk tells the guest which one it is.
+const BEGIN: &str = r#"
+log=/run/$root.results
 said() { sed -n "s|^$1 ||p" $log; }
 has_said() { [ -n "$(said $1)" ]; }
 
 mkdir -p /run/$vmm
 start_daemon $name $config
 echo 1 | dd of=/run/boots bs=4096 conv=sync 2>/dev/null
-boot="$guest $(device_words $vmm lab) --disk path=/run/boots,image_type=raw"
+boot="$guest $(device_words $vmm $tenant) --disk path=/run/boots,image_type=raw"
 $boot >/run/guest.log 2>&1 &
 vm=$!
+"#;
 
+/// The worker goes while it copies.
+const LOSS: &str = r#"
 within 120 has_said boot-1/until-loss
 within 10 is_tenant in_flight -gt 0 && kill -9 $(of_tenant worker_pid) && fact $name/worker-loss/was-in-mid-transfer yes
 within 120 has_said boot-1/recovers
 fact $name/worker-loss/failures $(of_tenant failures)
+"#;
 
-within 120 has_said boot-2/in-flight
+/// The VMM goes while it copies for the second boot; then comes the next VM.
+const KILL: &str = r#"
+within $patience has_said boot-2/in-flight
 within 10 is_tenant in_flight -gt 0 && kill -9 $vm && fact $name/kill/was-in-mid-transfer yes
 wait $vm
 within 60 is_tenant state = waiting
 fact $name/kill/tenant-is $(of_tenant state)
 fact $name/kill/in-flight $(of_tenant in_flight)
 $boot >>/run/guest.log 2>&1
+"#;
 
-fact $name/first-boot/copies $(said boot-1/copies)
+/// What only a guest that lost its worker has said.
+const LOST: &str = r#"
 fact $name/worker-loss/device-recovers $(said boot-1/recovers)
+fact $name/next-vm/copies-with-the-driver-loaded-anew $(said boot-3/copies-again)
+"#;
+
+/// What each has said.
+const END: &str = r#"
+fact $name/first-boot/copies $(said boot-1/copies)
 fact $name/first-boot/kernel-complaints $(said boot-1/complaints)
 fact $name/reboot/was-in-mid-transfer $(said boot-1/in-flight)
 fact $name/reboot/copies $(said boot-2/copies)
 fact $name/reboot/kernel-complaints $(said boot-2/complaints)
 fact $name/next-vm/copies $(said boot-3/copies)
-fact $name/next-vm/copies-with-the-driver-loaded-anew $(said boot-3/copies-again)
 fact $name/next-vm/kernel-complaints $(said boot-3/complaints)
 fact $name/worker-failures $(of_tenant failures)
 fact $name/keeper-failures $(of_tenant keeper_failures)
-has_said boot-3/complaints || cat /run/$name.log /run/guest.log $log /run/restless.console
+has_said boot-3/complaints || cat /run/$name.log /run/guest.log $log /run/$root.console
 end_daemon $name
 "#;
 
-/// In the guest. It copies once; the first time it loses the worker, and reboots with copies in flight; the second time it is killed with them in flight;
-/// then it is done.
-const GUEST: &str = r#"
+/// In a guest, first of all.
+const BOOT: &str = r#"
 read boot </dev/vda
 echo $((boot + 1)) >/dev/vda
 sync
 insmod /lib/peergate.ko || dmesg | tail -20
 say() { echo "boot-$boot/$*" >&3; }
+"#;
+
+/// With copies in flight: the first time it reboots, the second time it is killed.
+const GOES: &str = r#"
+exec 3>&-
+[ $boot = 1 ] && reboot -f
+wait
+"#;
+
+/// The owner of real functions copies once, then again and again.
+const MOVER: &str = r#"
+pgctl copy --from ssd0 --to mem0 --size 1M --verify --path direct && say copies yes
+say complaints $(complaints)
+[ $boot = 3 ] && exit
+pgctl copy --from ssd0 --to mem0 --size 8M --repeat 100000 --path direct --json >/log 2>&1 3>&- &
+until grep -q direct /log; do kill -0 $! || break; usleep 100000; done
+grep -q '"path":"direct"' /log && say in-flight yes
+"#;
+
+/// It copies once; the first time it loses the worker; then it copies again and again.
+const GUEST: &str = r#"
 copies() { pgctl copy --from gpu0 --to fpga0 --size 1M --verify; }
 copies && say copies yes
 
@@ -220,7 +203,4 @@ exec 4>/run/orders 5</run/answers
 printf 'copies start\ncopies more 8\n' >&4
 read opened <&5 && read started <&5 && read more <&5
 case $more in *'"ok":true'*) say in-flight yes ;; *) echo "$more" ;; esac
-exec 3>&-
-[ $boot = 1 ] && reboot -f
-wait
 "#;
