@@ -154,6 +154,7 @@ impl Record {
         let Some(index) = ring_index(&frame) else { return };
         let ring = self.rings.entry(index).or_default();
         let code = frame.code();
+        let starts = code == request::SET_VRING_KICK && !frame.fds().is_empty();
         if code == request::GET_VRING_BASE {
             // The answer is where the ring goes on, in the same words in which that would be set.
             let base = answer.map(|answer| Frame::request(request::SET_VRING_BASE, Rc::clone(answer.payload())));
@@ -162,8 +163,12 @@ impl Record {
         } else {
             *slot(ring) = Some(frame);
         }
-        if matches!(code, request::GET_VRING_BASE | request::SET_VRING_ADDR) {
-            ring.stopped = code == request::GET_VRING_BASE;
+        match code {
+            request::GET_VRING_BASE => ring.stopped = true,
+            // A ring that runs has its addresses in whatever memory there is, also where they were not set anew.
+            request::SET_VRING_ADDR => ring.stopped = false,
+            _ if starts => ring.stopped = false,
+            _ => {}
         }
     }
 

@@ -166,6 +166,11 @@ fn a_stopped_ring_goes_on_where_the_worker_said_and_is_not_started_again() {
     record.apply(place.clone(), None);
     record.apply(memory(1), None);
     assert!(record.replay().iter().any(|frame| frame.code() == request::SET_VRING_ADDR));
+    // Nor have those of a ring that was started again where it stopped.
+    record.apply(stop, Some(&answer(request::GET_VRING_BASE, &pair(0, 17))));
+    record.apply(with_fd(request::SET_VRING_KICK, 0), None);
+    record.apply(memory(1), None);
+    assert!(record.replay().iter().any(|frame| frame.code() == request::SET_VRING_ADDR));
 }
 
 #[test]

@@ -162,6 +162,7 @@ impl Known {
             SET_CONFIG => {}
             SET_VRING_KICK | SET_VRING_CALL | SET_VRING_ERR => {
                 let ring = &mut self.rings[(request.number() & 0xff) as usize];
+                ring.stopped &= request.code != SET_VRING_KICK || request.files.is_empty();
                 let slot = match request.code {
                     SET_VRING_KICK => &mut ring.kick,
                     SET_VRING_CALL => &mut ring.call,
