@@ -226,6 +226,9 @@ pub trait DmaEngine: Send + Sync {
     /// promised (bounds, rights, pins), but answers a place it cannot reach with an error, never with a fault of the process.
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError>;
 
+    /// What was submitted is to begin, also what an engine holds back to begin it together with more. To be called after each run of submissions.
+    fn doorbell(&self) {}
+
     /// Appends the transfers that have ended since the last call, and says how long until the next one may end, if the engine knows.
     fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration>;
 

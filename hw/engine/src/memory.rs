@@ -52,8 +52,20 @@ pub struct Place {
     pub len: u64,
     /// What keeps them mapped.
     pub hold: Arc<dyn Any + Send + Sync>,
+    /// Addresses of all that is mapped, and stays so, together with them.
+    pub mapping: std::ops::Range<u64>,
+    /// Memory of a device, which is not cached.
+    pub is_device: bool,
     /// The dma-buf that has them, if one does: there are IOMMUs that memory of a device is only mapped into by that.
     pub buffer: Option<Buffer>,
+}
+
+impl Place {
+    /// Ordinary memory that is mapped by itself.
+    pub fn new(address: u64, len: u64, hold: Arc<dyn Any + Send + Sync>) -> Self {
+        let mapping = address..address.saturating_add(len);
+        Self { address, len, hold, mapping, is_device: false, buffer: None }
+    }
 }
 
 /// A place in a dma-buf.

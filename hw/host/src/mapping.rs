@@ -8,6 +8,7 @@ use std::ffi::c_void;
 use std::fs::File;
 use std::io;
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::{self, NonNull};
 
@@ -144,6 +145,16 @@ impl Mapping {
 
     pub(crate) fn len(&self) -> u64 {
         self.len as u64
+    }
+
+    pub(crate) fn is_device(&self) -> bool {
+        self.is_device
+    }
+
+    /// Where it is in this process.
+    pub(crate) fn addresses(&self) -> Range<u64> {
+        let first = self.first.as_ptr() as u64;
+        first..first + self.len()
     }
 
     pub(crate) fn key(&self) -> Key {

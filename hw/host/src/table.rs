@@ -64,7 +64,8 @@ impl Table {
         let span = mapping.span(offset, most)?;
         let buffer = buffer.map(|run| Buffer { offset: run.offset.saturating_add(offset), ..run.clone() });
         let (address, len) = (span.address() as u64, span.len() as u64);
-        Some(Place { address, len, hold: Arc::clone(mapping) as _, buffer })
+        let (all, is_device) = (mapping.addresses(), mapping.is_device());
+        Some(Place { address, len, hold: Arc::clone(mapping) as _, mapping: all, is_device, buffer })
     }
 
     #[inline(always)]

@@ -35,7 +35,7 @@ impl DmaMemory {
     pub(crate) fn new(host: &dyn MapSink, len: usize, mask: u64) -> Result<Self, VfioError> {
         let pages = Arc::new(Pages::new(len).map_err(|source| VfioError::Start { source })?);
         let address = pages.first.as_ptr().addr() as u64;
-        let place = Place { address, len: len as u64, hold: pages.clone(), buffer: None };
+        let place = Place::new(address, len as u64, pages.clone());
         Ok(Self { mapped: host.map(&place, Access::RW, mask)?, pages })
     }
 

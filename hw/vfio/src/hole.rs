@@ -75,7 +75,7 @@ mod tests {
         let mapped = Arc::<Mutex<Vec<u64>>>::default();
         let host = Host::of(Table(Arc::clone(&mapped)));
         host.joined().unwrap();
-        let place = |address, len| Place { address, len, hold: Arc::new(()), buffer: None };
+        let place = |address, len| Place::new(address, len, Arc::new(()));
         let sink = Hole::new(Arc::new(host), vec![place(0x5000, 0x2000)]);
         let guards = [(0x4000, 0x1000), (0x4000, 0x1001), (0x5010, 1), (0x6fff, 2), (0x7000, 8), (0x4000, 0x9000)]
             .map(|(address, len)| sink.map(&place(address, len), Access::RW, u64::MAX).unwrap());

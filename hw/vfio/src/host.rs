@@ -240,8 +240,8 @@ pub(crate) fn pages(place: &Place) -> Place {
     Place {
         address: place.address - lead,
         len: (lead + place.len).next_multiple_of(PAGE),
-        hold: Arc::clone(&place.hold),
         buffer: buffer.map(|buffer| Buffer { offset: buffer.offset - lead, ..buffer.clone() }),
+        ..place.clone()
     }
 }
 

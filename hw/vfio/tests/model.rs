@@ -505,7 +505,7 @@ fn what_was_mapped_goes_when_there_is_nothing_to_do() {
 
 /// The `n`th of many places of a page each.
 fn nth(hold: &Arc<dyn Any + Send + Sync>, n: u64) -> Place {
-    Place { address: (n + 1) << 20, len: PAGE, hold: Arc::clone(hold), buffer: None }
+    Place::new((n + 1) << 20, PAGE, Arc::clone(hold))
 }
 
 #[test]

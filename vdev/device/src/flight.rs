@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -36,6 +36,8 @@ struct Table {
 /// Every transfer in an engine's hands.
 pub(crate) struct Flights {
     table: Mutex<Table>,
+    /// How many there are, for a look without the lock.
+    len: AtomicUsize,
     jobs: AtomicU64,
     epoch: Instant,
     due: AtomicU64,
@@ -44,7 +46,7 @@ pub(crate) struct Flights {
 impl Flights {
     pub(crate) fn new(now: Instant) -> Self {
         let due = AtomicU64::new(u64::MAX);
-        Self { table: Mutex::default(), jobs: AtomicU64::new(1), epoch: now, due }
+        Self { table: Mutex::default(), len: AtomicUsize::new(0), jobs: AtomicU64::new(1), epoch: now, due }
     }
 
     /// A name that no transfer had. `names` is the caller's own stock, so that threads seldom meet here.
@@ -64,6 +66,7 @@ impl Flights {
             return Some((flight, finished));
         }
         table.flights.insert(job, flight);
+        self.len.store(table.flights.len(), Ordering::Relaxed);
         None
     }
 
@@ -74,7 +77,13 @@ impl Flights {
             table.early.insert(finished.job, finished);
             return None;
         };
+        self.len.store(table.flights.len(), Ordering::Relaxed);
         Some((flight, finished))
+    }
+
+    /// Whether there was nothing in flight a moment ago.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.len.load(Ordering::Relaxed) == 0
     }
 
     /// Whether engines have nothing of the device.

@@ -245,6 +245,7 @@ impl Device {
             Went::Submitted(issued) => {
                 let job = issued.transfer.job;
                 op.issued = Some(issued);
+                turn.submitted = true;
                 turn.wake = true;
                 turn.changed = true;
                 let deadline = op.deadline;

@@ -89,6 +89,7 @@ impl Submission {
 impl Device {
     /// One turn of a submission queue. True if there may be more to do at once.
     pub(crate) fn submit_turn(&self, port: &Arc<Port>, state: &mut Submission) -> bool {
+        self.glance();
         state.turn.begin();
         self.run_ready(&mut state.turn, STEPS);
         state.turn.renew();

@@ -18,7 +18,7 @@ use crate::flight::Flight;
 use crate::observer::{Counter, FaultRecord};
 use crate::op::{Op, StreamKey, Task};
 use crate::port::Port;
-use crate::sync::lock;
+use crate::sync::{lock, try_lock};
 use crate::turn::Turn;
 
 /// Steps on streams in one turn of the timekeeper.
@@ -56,6 +56,23 @@ impl Device {
         hint.into_iter().chain(due).min()
     }
 
+    /// Collects what engines have ended, unless somebody is just doing that: a queue's thread that looks for more work does not leave it to the
+    /// timekeeper, which has to be woken.
+    pub(crate) fn glance(&self) {
+        if self.spec.linger.is_zero() || self.flights.is_idle() {
+            return;
+        }
+        let Some(mut turn) = try_lock(&self.timekeeper) else { return };
+        let mut finished = Vec::new();
+        self.engine.poll(&mut finished);
+        if !finished.is_empty() {
+            turn.begin();
+            self.land_all(&mut turn, finished);
+            self.retry_starved();
+            self.settle(&mut turn);
+        }
+    }
+
     fn land_all(&self, turn: &mut Turn, finished: Vec<Finished>) {
         for report in finished {
             if let Some((flight, finished)) = self.flights.land(report) {
@@ -74,6 +91,9 @@ impl Device {
                 break;
             }
             self.take_raised(turn);
+        }
+        if std::mem::take(&mut turn.submitted) {
+            self.engine.doorbell();
         }
         finish(&mut turn.done);
         if self.events.are_waiting()

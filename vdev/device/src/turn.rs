@@ -31,6 +31,8 @@ pub(crate) struct Turn {
     pub(crate) landed: Vec<(Flight, Finished)>,
     /// The engine has something from a device's own logic.
     pub(crate) raised: bool,
+    /// The engine was given something.
+    pub(crate) submitted: bool,
     /// The timekeeper has to look: something is in flight, or is due earlier than it thinks.
     pub(crate) wake: bool,
     /// Something is no longer as the gauges say.
@@ -51,6 +53,7 @@ impl Turn {
             done: Vec::new(),
             landed: Vec::new(),
             raised: false,
+            submitted: false,
             wake: false,
             changed: false,
             jobs: 0..0,
