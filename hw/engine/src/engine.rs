@@ -155,7 +155,7 @@ pub enum Raised {
 /// What the planner needs to know of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineCaps {
-    /// Longest transfer in bytes; the device splits longer work.
+    /// Bytes of a transfer that the engine takes whatever it does; longer work is split, see [`DmaEngine::longest`].
     pub max_transfer: u64,
     /// Transfers it can hold at a time.
     pub queue_depth: usize,
@@ -220,6 +220,12 @@ pub trait DmaEngine: Send + Sync {
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         let _ = (initiator, dst, src);
         true
+    }
+
+    /// Longest transfer of this one's kind in bytes, if that is more than [`EngineCaps::max_transfer`].
+    fn longest(&self, transfer: &Transfer) -> u64 {
+        let _ = transfer;
+        self.caps().max_transfer
     }
 
     /// Takes a transfer or says why not; the caller keeps its transfer either way. An engine validates nothing that the device has

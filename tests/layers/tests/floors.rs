@@ -16,6 +16,7 @@ const FLOORS: &[(&str, u8)] = &[
     ("hw_sim", 2),
     ("hw_host", 2),
     ("hw_vfio", 2),
+    ("hw_cuda", 2),
     ("vdev_device", 3),
     ("peergate_guest", 3),
     ("vmm_vhost_user", 4),
@@ -42,12 +43,13 @@ const FENCED: &[(&str, &[&str])] = &[
     ("seccompiler", &["vmm_sandbox"]),
     ("vfio-bindings", &["hw_vfio"]),
     ("iommufd-bindings", &["hw_vfio"]),
+    ("libloading", &["hw_cuda"]),
     ("anyhow", &["vmm_daemon", "pgctl"]),
 ];
 
 /// Crates that may hold `unsafe`; every other one forbids it.
 const UNSAFE: &[&str] =
-    &["hw_host", "hw_vfio", "vmm_vhost_user", "vmm_broker", "vmm_sandbox", "vmm_microvm", "peergate_guest"];
+    &["hw_host", "hw_vfio", "hw_cuda", "vmm_vhost_user", "vmm_broker", "vmm_sandbox", "vmm_microvm", "peergate_guest"];
 
 fn metadata() -> Value {
     let output = Command::new(env!("CARGO"))

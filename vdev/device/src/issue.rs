@@ -144,7 +144,7 @@ impl Issued {
 pub(crate) struct Planner<'a> {
     pub(crate) reach: &'a Reach,
     pub(crate) engine: &'a dyn DmaEngine,
-    /// Longest transfer; a multiple of 8 so that every piece of a fill begins with the pattern's first byte.
+    /// Bytes that the engine takes at a time, whatever it does; a multiple of 8.
     pub(crate) max_transfer: u64,
 }
 
@@ -236,8 +236,13 @@ impl Planner<'_> {
     /// Cuts what is longer than a transfer may be.
     fn cut(self, issued: &mut Issued) {
         if issued.len > self.max_transfer {
+            // A multiple of 8, so that every piece of a fill begins with the pattern's first byte.
+            let max_transfer = (self.engine.longest(&issued.transfer) & !7).max(self.max_transfer);
+            if issued.len <= max_transfer {
+                return;
+            }
             let work = std::mem::replace(&mut issued.transfer.work, EngineWork::Flush);
-            issued.whole = Some(Box::new(Whole { work, max_transfer: self.max_transfer }));
+            issued.whole = Some(Box::new(Whole { work, max_transfer }));
             issued.next_piece();
         }
     }

@@ -1,5 +1,6 @@
 //! The thread that looks after time: it collects what engines have finished, issues what waited for it, and expires deadlines.
 
+use std::num::NonZeroU64;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +25,10 @@ impl Timekeeper {
             let (device, stop, hook) = (Arc::clone(device), Arc::clone(&stop), Arc::clone(&options.thread_hook));
             move || {
                 enter(&hook, ThreadClass::Timekeeper);
+                // Engines say to the microsecond when it is worth looking; the kernel otherwise adds fifty.
+                if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(1)) {
+                    tracing::debug!(%error, "Transfers may end some 50 us late");
+                }
                 if let Err(panic) = catch_unwind(AssertUnwindSafe(|| keep_time(&device, &stop))) {
                     tracing::error!(panic = panic_text(&*panic), "The device failed while it collected finished work");
                     hangup.hang_up("The timekeeper ended");

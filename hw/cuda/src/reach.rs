@@ -1,0 +1,225 @@
+//! What of a transfer a GPU's engines can do: from locations to addresses that it has.
+//!
+//! Not here: when it is done.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use hw_engine::{EngineError, Memory, MemoryError, Pairs, Place};
+use iommu_addr::{EndpointId, Location, Segment};
+use smallvec::SmallVec;
+
+use crate::driver::CudaError;
+use crate::gpu::{Gpu, Piece};
+use crate::registry::{Registration, Registry};
+use crate::slice::Slice;
+
+/// A slice, and the number of its GPU among the engine's.
+pub(crate) struct Own {
+    pub(crate) slice: Slice,
+    pub(crate) gpu: usize,
+}
+
+/// Every place that the engine knows.
+pub(crate) struct Reach {
+    slices: HashMap<EndpointId, Own>,
+    /// By the numbers of GPUs: whether the first reaches the second.
+    peers: Vec<Vec<bool>>,
+    memory: Arc<dyn Memory>,
+    registry: Registry,
+}
+
+/// Why a transfer cannot begin.
+#[derive(Debug)]
+pub(crate) enum Unready {
+    /// Some of this process's memory is not registered yet.
+    Unregistered,
+    /// It never can.
+    Error(EngineError),
+}
+
+/// Where bytes are.
+enum End {
+    Own { gpu: usize, address: u64 },
+    Host(Place),
+}
+
+/// A copy in addresses.
+#[derive(Debug, Default)]
+pub(crate) struct Ready {
+    pub(crate) pieces: SmallVec<[Piece; 2]>,
+    pub(crate) holds: SmallVec<[Arc<Registration>; 2]>,
+    pub(crate) way: Option<Way>,
+    /// Whose engines make it.
+    pub(crate) gpu: usize,
+    pub(crate) len: u64,
+}
+
+/// Addresses, each with so many bytes.
+pub(crate) type Places = SmallVec<[(u64, u64); 2]>;
+
+/// Which engine of a GPU a copy needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// From a GPU to this process's memory.
+    Out,
+    /// The other way.
+    In,
+    /// From a GPU to it or another.
+    Local,
+}
+
+impl Reach {
+    /// Lets every GPU reach the slices of all those that it can reach.
+    pub(crate) fn new(
+        slices: HashMap<EndpointId, Own>,
+        gpus: &[Arc<Gpu>],
+        memory: Arc<dyn Memory>,
+        limit: usize,
+    ) -> Result<Self, CudaError> {
+        let reaches = |from: &Arc<Gpu>, to: &Arc<Gpu>| from.is_same(to) || from.reaches(to);
+        let peers: Vec<Vec<_>> = gpus.iter().map(|from| gpus.iter().map(|to| reaches(from, to)).collect()).collect();
+        for own in slices.values() {
+            let able = gpus.iter().zip(&peers).filter(|(_, peers)| peers[own.gpu]).map(|(gpu, _)| gpu);
+            own.slice.allow(&able.collect::<Vec<_>>())?;
+        }
+        let registry = Registry::new(&gpus[0], limit);
+        Ok(Self { slices, peers, memory, registry })
+    }
+
+    pub(crate) fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    /// The endpoint's slice, if it is one of these GPUs'.
+    pub(crate) fn own(&self, endpoint: EndpointId) -> Option<&Own> {
+        self.slices.get(&endpoint)
+    }
+
+    /// Where a place is, and how many of its bytes are together there, at most `most`.
+    fn end(&self, at: Location, most: u64) -> Option<(End, u64)> {
+        if let Location::Aperture { endpoint, offset } = at
+            && let Some(own) = self.own(endpoint)
+        {
+            let left = own.slice.len().checked_sub(offset.0).filter(|left| *left > 0)?;
+            return Some((End::Own { gpu: own.gpu, address: own.slice.base() + offset.0 }, left.min(most)));
+        }
+        let place = self.memory.place(at, most)?;
+        let len = place.len;
+        Some((End::Host(place), len))
+    }
+
+    /// The GPU that would make a copy: the initiator's, or that of the first slice in it. `None` if there is none.
+    fn gpu_for(&self, initiator: EndpointId, places: impl Iterator<Item = Location>) -> Option<usize> {
+        let of = |endpoint| self.own(endpoint).map(|own| own.gpu);
+        of(initiator).or_else(|| places.filter_map(|at| of(at.owner()?)).next())
+    }
+
+    /// Whether a GPU copies these places from one to the other: each piece has an end that is a slice which it reaches, and no end that it does not.
+    pub(crate) fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
+        let Some(gpu) = self.gpu_for(initiator, dst.iter().chain(src).map(|segment| segment.at)) else { return false };
+        let mut pairs = Pairs::new(dst, src);
+        pairs.all(|pair| {
+            let mut has_own = false;
+            let reached =
+                [pair.dst, pair.src].into_iter().all(|at| match at.owner().and_then(|owner| self.own(owner)) {
+                    Some(own) => {
+                        has_own = true;
+                        self.peers[gpu][own.gpu]
+                    }
+                    None => self.memory.place(at, 1).is_some(),
+                });
+            reached && has_own
+        })
+    }
+
+    /// Turns a copy into addresses; `may_block` says whether memory that is not registered is to be registered for it.
+    pub(crate) fn copy(
+        &self,
+        initiator: EndpointId,
+        dst: &[Segment],
+        src: &[Segment],
+        may_block: bool,
+    ) -> Result<Ready, Unready> {
+        let at = dst.first().map_or(Location::Ram(iommu_addr::Gpa(0)), |segment| segment.at);
+        let missing = |at, len| Unready::Error(MemoryError { at, len }.into());
+        let places = dst.iter().chain(src).map(|segment| segment.at);
+        let gpu = self.gpu_for(initiator, places).ok_or_else(|| missing(at, 0))?;
+        let mut ready = Ready { gpu, ..Ready::default() };
+        for pair in Pairs::new(dst, src) {
+            let mut done = 0;
+            while done < pair.len {
+                let left = pair.len - done;
+                let find = |at: Location| {
+                    let found = at.checked_add(done).and_then(|next| self.end(next, left));
+                    found.ok_or_else(|| missing(at, pair.len))
+                };
+                let ((to, to_len), (from, from_len)) = (find(pair.dst)?, find(pair.src)?);
+                let way = match (&to, &from) {
+                    (End::Own { .. }, End::Own { .. }) => Way::Local,
+                    (End::Own { .. }, End::Host(_)) => Way::In,
+                    (End::Host(_), End::Own { .. }) => Way::Out,
+                    (End::Host(_), End::Host(_)) => return Err(missing(pair.dst, pair.len)),
+                };
+                let len = to_len.min(from_len);
+                let (dst, len) = self.address(to, len, may_block, &mut ready)?;
+                let (src, len) = self.address(from, len, may_block, &mut ready)?;
+                ready.pieces.push(Piece { dst, src, len });
+                ready.way = ready.way.or(Some(way));
+                ready.len += len;
+                done += len;
+            }
+        }
+        Ok(ready)
+    }
+
+    /// Turns the destination of a fill into addresses.
+    pub(crate) fn places(
+        &self,
+        initiator: EndpointId,
+        dst: &[Segment],
+        may_block: bool,
+    ) -> Result<(Ready, Places), Unready> {
+        let at = dst.first().map_or(Location::Ram(iommu_addr::Gpa(0)), |segment| segment.at);
+        let missing = |at, len| Unready::Error(MemoryError { at, len }.into());
+        let gpu = self.gpu_for(initiator, dst.iter().map(|segment| segment.at)).ok_or_else(|| missing(at, 0))?;
+        let (mut ready, mut places) = (Ready { gpu, ..Ready::default() }, SmallVec::new());
+        for segment in dst {
+            let mut done = 0;
+            while done < segment.len {
+                let next = segment.at.checked_add(done).and_then(|next| self.end(next, segment.len - done));
+                let (end, len) = next.ok_or_else(|| missing(segment.at, segment.len))?;
+                let (address, len) = self.address(end, len, may_block, &mut ready)?;
+                places.push((address, len));
+                ready.len += len;
+                done += len;
+            }
+        }
+        Ok((ready, places))
+    }
+
+    /// The address that a GPU has for an end, and how many of `len` bytes are reached by one copy.
+    fn address(&self, end: End, len: u64, may_block: bool, ready: &mut Ready) -> Result<(u64, u64), Unready> {
+        match end {
+            End::Own { gpu, address } if self.peers[ready.gpu][gpu] => Ok((address, len)),
+            End::Own { .. } => Err(Unready::Error(EngineError::Device { code: u32::MAX })),
+            End::Host(place) => {
+                let place = Place { len, ..place };
+                let found = match self.registry.find(&place) {
+                    Some(found) => found,
+                    None if may_block => self.registry.require(&place).map_err(|error| {
+                        tracing::warn!("Memory cannot be given to a GPU: {error}");
+                        Unready::Error(crate::lane::device_error(&error))
+                    })?,
+                    None => return Err(Unready::Unregistered),
+                };
+                let (registration, within) = found;
+                let is_new = |hold: &Arc<Registration>| !Arc::ptr_eq(hold, &registration);
+                if ready.holds.iter().all(is_new) {
+                    ready.holds.push(registration);
+                }
+                Ok((place.address, within))
+            }
+        }
+    }
+}
