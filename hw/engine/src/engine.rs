@@ -123,6 +123,14 @@ pub enum EngineError {
     },
 }
 
+impl EngineError {
+    /// The device is lost, or whoever worked at it is: it takes no more transfers. Codes of [`EngineError::Device`] from `0xffff_0000` on are none of the
+    /// device's.
+    pub const LOST: Self = Self::Device { code: 0xffff_0002 };
+    /// It runs no kernels.
+    pub const NO_KERNELS: Self = Self::Device { code: 0xffff_0004 };
+}
+
 /// Work that a device's own logic starts: the device translates it like any guest's work, with the endpoint as accessor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Initiated {

@@ -1,16 +1,12 @@
 //! What the simulated devices of a tenant are.
 
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
-use hw_engine::{EndpointSpec, LinkId};
+use hw_engine::{EndpointSpec, LinkId, ThreadHook};
 use iommu_addr::EndpointId;
 
 use crate::Flaw;
-
-/// Called first thing on the engine's own thread, for instance to install a system call filter.
-pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;
 
 /// The devices of one tenant.
 #[derive(Clone)]

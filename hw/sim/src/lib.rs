@@ -27,7 +27,7 @@ mod traffic;
 mod worker;
 
 pub use clock::{Clock, ManualClock};
-pub use config::{ConfigError, SimConfig, SimEndpoint, ThreadHook};
+pub use config::{ConfigError, SimConfig, SimEndpoint};
 pub use engine::SimEngine;
 pub use flaw::Flaw;
 pub use registers::{KERNEL_CHACHA20, register};

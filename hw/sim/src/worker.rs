@@ -10,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use hw_engine::{EngineError, Finished, JobId, Memory, Route, Transfer};
+use hw_engine::{EngineError, Finished, JobId, Memory, Route, ThreadHook, Transfer};
 
 use iommu_addr::EndpointId;
 
@@ -20,7 +20,7 @@ use crate::flaw::View;
 use crate::kernel::Kernel;
 use crate::registers::Registers;
 use crate::traffic::Traffic;
-use crate::{Clock, ConfigError, SimConfig, SimEndpoint, ThreadHook};
+use crate::{Clock, ConfigError, SimConfig, SimEndpoint};
 
 /// How far ahead an end may be for `quiesce` to wait for it.
 const GRACE: Duration = Duration::from_secs(1);

@@ -1,18 +1,18 @@
 //! [`VfioEngine`]: a driver as an engine, with a queue of transfers in front of it.
 //!
-//! Not here: how a transfer becomes commands (`mover`), the queue and its thread (`queue`).
+//! Not here: how a transfer becomes commands (`mover`), the queue and its thread ([`hw_engine::queue`]).
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use hw_engine::{DmaEngine, EngineCaps, EngineError, Finished, JobId, Memory, Submit, Transfer};
+use hw_engine::queue::{DEPTH, Queue, Wake};
+use hw_engine::{DmaEngine, EngineCaps, EngineError, Finished, JobId, Memory, Owner, Submit, ThreadHook, Transfer};
 use iommu_addr::{EndpointId, Segment};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::drivers::{self, Driver, Kind};
 use crate::host::{MAX_MAPPINGS, MapSink};
 use crate::mover::{MAX_TRANSFER, Mover};
-use crate::queue::{DEPTH, Queue, ThreadHook, Wake};
 use crate::reach::Reach;
 use crate::watch::FaultWatch;
 use crate::{Function, Shape, VfioError};
@@ -93,39 +93,16 @@ impl VfioEngine {
         }
         let reach = Arc::new(Reach { shape, own, memory });
         let mover = Mover::new(driver, Arc::clone(&reach), host, watch, interrupt, PATIENCE)?;
-        Ok(Self { queue: Queue::start("vfio-engine", mover, hook)?, reach })
+        let queue = Queue::start("vfio-engine", mover, hook).map_err(|source| VfioError::Start { source })?;
+        Ok(Self { queue, reach })
     }
 
-    /// Reads the memory of the endpoint that is a slice of the engine's own, as its owner sees it. At most 256 KiB; blocks.
-    ///
-    /// # Errors
-    /// When it is not there, or as the device says.
-    pub fn read_own(&self, offset: u64, into: &mut [u8]) -> Result<(), EngineError> {
-        let len = into.len() as u64;
-        into.copy_from_slice(&self.queue.call(move |mover| mover.read(offset, len))?);
-        Ok(())
-    }
-
-    /// Writes it; as [`VfioEngine::read_own`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn write_own(&self, offset: u64, from: &[u8]) -> Result<(), EngineError> {
-        let bytes = from.to_vec();
-        self.queue.call(move |mover| mover.write(offset, &bytes))
-    }
-
-    /// Makes the memory of that endpoint zero, all of it. Blocks.
+    /// Makes the memory that is the engine's own zero, all of it. Blocks.
     ///
     /// # Errors
     /// As the device says.
     pub fn erase_own(&self) -> Result<(), EngineError> {
         self.queue.call(Mover::erase)
-    }
-
-    /// The endpoint whose memory is the engine's own.
-    pub(crate) fn own(&self) -> Option<EndpointId> {
-        self.reach.own.map(|own| own.endpoint)
     }
 
     /// What its driver can do.
@@ -167,5 +144,22 @@ impl DmaEngine for VfioEngine {
 
     fn on_progress(&self, wake: Wake) {
         self.queue.on_progress(wake);
+    }
+}
+
+impl Owner for VfioEngine {
+    fn owns(&self, endpoint: EndpointId) -> bool {
+        self.reach.own.is_some_and(|own| own.endpoint == endpoint)
+    }
+
+    fn read_own(&self, endpoint: EndpointId, offset: u64, into: &mut [u8]) -> Result<(), EngineError> {
+        let len = into.len() as u64;
+        into.copy_from_slice(&self.queue.call(move |mover| mover.read(endpoint, offset, len))?);
+        Ok(())
+    }
+
+    fn write_own(&self, endpoint: EndpointId, offset: u64, from: &[u8]) -> Result<(), EngineError> {
+        let bytes = from.to_vec();
+        self.queue.call(move |mover| mover.write(endpoint, offset, &bytes))
     }
 }

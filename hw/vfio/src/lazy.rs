@@ -11,11 +11,11 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use hw_engine::Place;
+use hw_engine::{Place, queue};
 use iommu_addr::{Access, BusAddr};
 
+use crate::VfioError;
 use crate::host::{MapSink, Mapped, pages};
-use crate::{VfioError, queue};
 
 /// A [`MapSink`] over another one that keeps what it has mapped for a while.
 pub struct Lazy {

@@ -6,7 +6,6 @@
 //! - [`VfioEngine`] is a [`hw_engine::DmaEngine`] over a driver. It maps what a command needs for as long as the command runs, so that the IOMMU holds
 //!   what the plan says: a source can be read and not written, and what no command runs on cannot be reached at all.
 //! - [`Lazy`] gives some of that up: what a command has needed stays mapped for a moment, for the next one.
-//! - [`Fleet`] is all engines of a tenant as one.
 //!
 //! All addresses that a function is told are [`BusAddr`](iommu_addr::BusAddr)s of this crate's choice, never a guest's.
 //!
@@ -18,8 +17,6 @@ mod dma;
 pub mod drivers;
 mod engine;
 mod error;
-mod fences;
-mod fleet;
 mod flight;
 mod function;
 mod hole;
@@ -28,18 +25,15 @@ mod ioctls;
 mod iommufd;
 mod lazy;
 mod mover;
-mod queue;
 mod reach;
 mod watch;
 
 pub use drivers::{Command, Driver, Kind, Shape};
 pub use engine::{Slice, VfioEngine};
 pub use error::VfioError;
-pub use fleet::{Fleet, Member};
 pub use function::{Area, Function, Registers};
 pub use hole::Hole;
 pub use host::{Host, MapSink, Mapped, claim, group_of, leave, open_container, open_group};
 pub use iommufd::open_iommufd;
 pub use lazy::Lazy;
-pub use queue::ThreadHook;
 pub use watch::{FaultWatch, Unwatched, has_lost, is_same, said, stopped};

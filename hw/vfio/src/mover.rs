@@ -10,7 +10,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hw_engine::{EngineError, MemoryError, Pair, Pairs, Transfer, Work, total_len};
+use hw_engine::queue::Carrier;
+use hw_engine::{EngineError, MAX_STAGED, MemoryError, Pair, Pairs, Transfer, Work, total_len};
 use iommu_addr::{Access, ApertureOffset, EndpointId, Location, Segment};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmm_sys_util::eventfd::EventFd;
@@ -18,27 +19,22 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::bounce::{self, Bounce};
 use crate::flight::{Commands, Flight, Short};
 use crate::host::{MapSink, chain};
-use crate::queue::Carrier;
 use crate::reach::{End, Reach};
 use crate::watch::FaultWatch;
 use crate::{Command, Driver, Shape, VfioError};
 
-/// Longest transfer in bytes.
-pub(crate) const MAX_TRANSFER: u64 = 256 << 10;
+/// Longest transfer in bytes: what is read or written for others is one.
+pub(crate) const MAX_TRANSFER: u64 = MAX_STAGED;
 
 /// Bytes that are erased at a time.
 const ERASED: u64 = 1 << 30;
 
-/// Codes of [`EngineError::Device`] that are none of the device's.
+/// Codes of [`EngineError::Device`] that are none of the device's, beside those that every engine has.
 pub(crate) mod code {
     /// The device did not end a command in time, and was reset.
     pub(crate) const STUCK: u32 = 0xffff_0001;
-    /// The device did not come back from its reset.
-    pub(crate) const LOST: u32 = 0xffff_0002;
     /// The IOMMU could not be programmed.
     pub(crate) const IOMMU: u32 = 0xffff_0003;
-    /// It runs no kernels.
-    pub(crate) const NO_KERNELS: u32 = 0xffff_0004;
     /// The IOMMU stopped it, which it did not say itself.
     pub(crate) const STOPPED: u32 = 0xffff_0005;
     /// Nobody knows whether the IOMMU stopped it.
@@ -89,15 +85,15 @@ impl Mover {
         Ok(mover)
     }
 
-    /// Reads the engine's own memory, for its owner.
-    pub(crate) fn read(&mut self, offset: u64, len: u64) -> Result<Vec<u8>, EngineError> {
-        let own = self.own_place(offset, len)?;
+    /// Reads the memory of an endpoint that is the engine's own.
+    pub(crate) fn read(&mut self, endpoint: EndpointId, offset: u64, len: u64) -> Result<Vec<u8>, EngineError> {
+        let own = self.own_place(endpoint, offset, len)?;
         self.read_own(own, len, &|| true).map_err(|short| short.error)
     }
 
     /// Writes it.
-    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<(), EngineError> {
-        let own = self.own_place(offset, bytes.len() as u64)?;
+    pub(crate) fn write(&mut self, endpoint: EndpointId, offset: u64, bytes: &[u8]) -> Result<(), EngineError> {
+        let own = self.own_place(endpoint, offset, bytes.len() as u64)?;
         self.write_own(own, bytes, &|| true).map_err(|short| short.error)
     }
 
@@ -113,12 +109,10 @@ impl Mover {
         self.carry_out(vec![(Command::Flush, None)], &|| true).map_err(|short| short.error)
     }
 
-    fn own_place(&self, offset: u64, len: u64) -> Result<u64, EngineError> {
-        let own = self.reach.own;
-        let endpoint = own.map_or(EndpointId::local(u16::MAX), |own| own.endpoint);
+    fn own_place(&self, endpoint: EndpointId, offset: u64, len: u64) -> Result<u64, EngineError> {
+        let own = self.reach.own.filter(|own| own.endpoint == endpoint && len <= MAX_TRANSFER);
         let at = Location::Aperture { endpoint, offset: ApertureOffset(offset) };
-        let place = own.and_then(|own| own.place(offset, len)).filter(|_| len <= MAX_TRANSFER);
-        place.ok_or(EngineError::Memory(MemoryError { at, len }))
+        own.and_then(|own| own.place(offset, len)).ok_or(EngineError::Memory(MemoryError { at, len }))
     }
 
     /// Commands for a whole transfer that goes straight between the engine's own memory and others; `None` if some of it does not.
@@ -305,7 +299,7 @@ impl Mover {
     /// Runs commands to their ends, as many at a time as the device takes. What they need stays mapped until they have ended.
     fn carry_out(&mut self, commands: Commands, go_on: &dyn Fn() -> bool) -> Result<(), Short> {
         if self.lost {
-            return Err(EngineError::Device { code: code::LOST }.into());
+            return Err(EngineError::LOST.into());
         }
         // What does not go over the bus, the IOMMU cannot stop; and freed memory is zeroed also while nobody knows what it stops.
         let is_on_bus = commands.iter().any(|(command, _)| matches!(command, Command::In { .. } | Command::Out { .. }));
@@ -350,7 +344,7 @@ impl Mover {
     fn wait(&mut self, since: Instant) -> Result<(), EngineError> {
         let left = self.patience.saturating_sub(since.elapsed());
         if left.is_zero() {
-            return Err(EngineError::Device { code: self.revive() });
+            return Err(self.revive());
         }
         let left = Timespec::try_from(left.min(LOOK)).unwrap_or(Timespec { tv_sec: 0, tv_nsec: 0 });
         // SAFETY: the counter is open as long as it lives.
@@ -362,14 +356,14 @@ impl Mover {
         Ok(())
     }
 
-    fn revive(&mut self) -> u32 {
+    fn revive(&mut self) -> EngineError {
         tracing::error!("A device has ended no command for {:?}; it is reset", self.patience);
         match self.driver.reset() {
-            Ok(()) => code::STUCK,
+            Ok(()) => EngineError::Device { code: code::STUCK },
             Err(error) => {
                 tracing::error!("A device did not come back from its reset: {}", chain(&error));
                 self.lost = true;
-                code::LOST
+                EngineError::LOST
             }
         }
     }
@@ -396,7 +390,7 @@ impl Carrier for Mover {
                 Ok(())
             }),
             Work::Flush => self.flush(transfer.initiator),
-            Work::Kernel { .. } => Err(EngineError::Device { code: code::NO_KERNELS }.into()),
+            Work::Kernel { .. } => Err(EngineError::NO_KERNELS.into()),
         };
         match result {
             Ok(()) => (bytes, Ok(())),

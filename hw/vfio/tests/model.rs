@@ -11,11 +11,9 @@ use std::time::{Duration, Instant};
 
 use common::{World, file, ram};
 use hw_engine::conformance::{self, APERTURES, Parts};
-use hw_engine::{DmaEngine, EngineError, JobId, Place, Route, Segments, Transfer, Work};
+use hw_engine::{DmaEngine, EngineError, Fleet, JobId, Member, Owner, Place, Route, Segments, Transfer, Work};
 use hw_host::HostEngine;
-use hw_vfio::{
-    Command, Driver, FaultWatch, Fleet, Lazy, MapSink, Mapped, Member, Shape, Slice, Unwatched, VfioEngine, VfioError,
-};
+use hw_vfio::{Command, Driver, FaultWatch, Lazy, MapSink, Mapped, Shape, Slice, Unwatched, VfioEngine, VfioError};
 use iommu_addr::{Access, ApertureOffset, BusAddr, DomainId, EndpointId, Gpa, Location, Segment};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -249,7 +247,7 @@ fn build_over(host: Arc<dyn MapSink>, iommu: &Arc<Iommu>, shape: Shape, trouble:
     let (disk, _, interrupt) = disk(iommu, shape, trouble);
     let engine = VfioEngine::over(Box::new(disk), host, own, memory.clone(), None, interrupt, None).unwrap();
     let engine = Arc::new(engine);
-    let memory = Arc::new(World { engine: Arc::clone(&engine), has_own: own.is_some(), memory, hold: None });
+    let memory = Arc::new(World { engine: Arc::clone(&engine), memory, hold: None });
     Parts { engine, memory, advance: None }
 }
 
@@ -328,7 +326,7 @@ fn what_is_erased_is_zero_to_the_last_byte_and_no_further() {
         let engine = VfioEngine::over(Box::new(disk), sink, own, ram(), None, interrupt, None).unwrap();
         let bytes = |at, len| {
             let mut bytes = vec![1; len];
-            engine.read_own(at, &mut bytes).unwrap();
+            engine.read_own(APERTURES[0].0, at, &mut bytes).unwrap();
             bytes
         };
         assert_eq!(bytes(0x5200 - 16, 16), [0xee; 16]);
@@ -353,13 +351,13 @@ fn what_the_iommu_stopped_is_no_success() {
     // The first look is before any work: what was then is none of ours.
     let told = vec![Ok(3), Ok(3), Ok(4), Ok(4), Err(Unwatched), Ok(4)];
     let engine = watched(Some(Box::new(Watch(told.into_iter()))), false);
-    let results: Vec<_> = (0..5).map(|_| engine.write_own(0, &[1; 512])).collect();
+    let results: Vec<_> = (0..5).map(|_| engine.write_own(APERTURES[0].0, 0, &[1; 512])).collect();
     assert_eq!(results, [Ok(()), stopped, Ok(()), unwatched, Ok(())]);
     // Nor about what stays within the device: the watch above has nothing more to say.
     engine.erase_own().unwrap();
     // Of a device that says it itself nobody asks.
     let never = || Some(Box::new(Watch(Vec::new().into_iter())) as Box<dyn FaultWatch>);
-    assert_eq!(watched(never(), true).write_own(0, &[1; 512]), Ok(()));
+    assert_eq!(watched(never(), true).write_own(APERTURES[0].0, 0, &[1; 512]), Ok(()));
 }
 
 /// Says that it is asked, and answers when it is told to, or when nobody can tell it any more.

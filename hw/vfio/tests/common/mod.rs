@@ -5,11 +5,11 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use hw_engine::conformance::{APERTURES, RAM};
-use hw_engine::{Memory, MemoryError, Place, RamMap, RamRegion};
+use hw_engine::conformance::RAM;
+use hw_engine::{Memory, MemoryError, Owner, Place, RamMap, RamRegion};
 use hw_host::HostMemory;
 use hw_vfio::VfioEngine;
-use iommu_addr::{Gpa, Location, Range};
+use iommu_addr::{EndpointId, Gpa, Location, Range};
 
 pub fn file(len: u64) -> File {
     let file = tempfile::tempfile().unwrap();
@@ -33,8 +33,6 @@ pub fn ram() -> Arc<HostMemory> {
 /// What the suite looks at: the engine's own memory as its owner sees it, and all else.
 pub struct World {
     pub engine: Arc<VfioEngine>,
-    /// Whether the first endpoint's memory is the engine's own.
-    pub has_own: bool,
     pub memory: Arc<HostMemory>,
     /// What holds the memory.
     #[allow(dead_code, reason = "held, not read")]
@@ -42,9 +40,9 @@ pub struct World {
 }
 
 impl World {
-    fn own(&self, at: Location) -> Option<u64> {
+    fn own(&self, at: Location) -> Option<(EndpointId, u64)> {
         match at {
-            Location::Aperture { endpoint, offset } if self.has_own && endpoint == APERTURES[0].0 => Some(offset.0),
+            Location::Aperture { endpoint, offset } if self.engine.owns(endpoint) => Some((endpoint, offset.0)),
             _ => None,
         }
     }
@@ -60,13 +58,13 @@ impl Memory for World {
     }
 
     fn read(&self, src: Location, into: &mut [u8]) -> Result<(), MemoryError> {
-        let Some(offset) = self.own(src) else { return self.memory.read(src, into) };
-        self.engine.read_own(offset, into).map_err(|_| MemoryError { at: src, len: into.len() as u64 })
+        let Some((endpoint, offset)) = self.own(src) else { return self.memory.read(src, into) };
+        self.engine.read_own(endpoint, offset, into).map_err(|_| MemoryError { at: src, len: into.len() as u64 })
     }
 
     fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError> {
-        let Some(offset) = self.own(dst) else { return self.memory.write(dst, from) };
-        self.engine.write_own(offset, from).map_err(|_| MemoryError { at: dst, len: from.len() as u64 })
+        let Some((endpoint, offset)) = self.own(dst) else { return self.memory.write(dst, from) };
+        self.engine.write_own(endpoint, offset, from).map_err(|_| MemoryError { at: dst, len: from.len() as u64 })
     }
 
     fn place(&self, at: Location, most: u64) -> Option<Place> {

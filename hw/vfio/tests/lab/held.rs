@@ -248,7 +248,7 @@ impl Bench {
         let function = Function::open(&host, &address("nvme0")).unwrap();
         let engine =
             Arc::new(VfioEngine::open(KIND, function, host, Some(nvme()), memory.clone(), None, None).unwrap());
-        let world = World { engine: engine.clone(), has_own: true, memory, hold: None };
+        let world = World { engine: engine.clone(), memory, hold: None };
         let own = Location::Aperture { endpoint: nvme().endpoint, offset: ApertureOffset(0) };
         let outcome = |seed: u8| {
             world.write(own, &bytes(seed)).unwrap();

@@ -84,7 +84,7 @@ fn build(domain: Domain, kind: Kind, name: &str, own: Option<Slice>, is_lazy: bo
     let memory = memory(domain, &bar, usize::from(own.is_some()));
     let sink: Arc<dyn MapSink> = if is_lazy { Arc::new(Lazy::new(host, Lazy::LINGER)) } else { host };
     let engine = Arc::new(VfioEngine::open(kind, engine, sink, own, memory.clone(), None, None).unwrap());
-    let world = World { engine: Arc::clone(&engine), has_own: own.is_some(), memory, hold: Some(Box::new(bar)) };
+    let world = World { engine: Arc::clone(&engine), memory, hold: Some(Box::new(bar)) };
     Parts { engine, memory: Arc::new(world), advance: None }
 }
 

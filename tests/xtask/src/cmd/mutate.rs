@@ -125,7 +125,8 @@ fn proof_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<Strin
 
 /// The tests of what drives PCI functions and gives them away, none of which has one.
 fn function_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<String> {
-    let tests: [&[&str]; 5] = [
+    let tests: [&[&str]; 6] = [
+        &["hw_engine", "--lib"],
         &["vmm_broker", "--lib"],
         &["vmm_daemon", "--lib", "broker::"],
         &["vmm_daemon", "--test", "config"],

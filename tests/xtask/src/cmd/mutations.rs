@@ -328,19 +328,19 @@ pub(super) const FUNCTIONS: &[Mutation] = &[
     },
     Mutation {
         name: "function: whoever starts a copy makes it",
-        file: "hw/vfio/src/fleet.rs",
+        file: "hw/engine/src/fleet.rs",
         from: "Work::Copy { src, dst, route } => self.copier(transfer.initiator, dst, src, *route),",
         to: "Work::Copy { .. } => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),",
     },
     Mutation {
         name: "function: a flush waits for no other engine",
-        file: "hw/vfio/src/fences.rs",
+        file: "hw/engine/src/fences.rs",
         from: "if !before.is_empty() {\n                state",
         to: "if before.contains(&transfer.job) {\n                state",
     },
     Mutation {
         name: "function: a flush that waited for nothing is forgotten",
-        file: "hw/vfio/src/fences.rs",
+        file: "hw/engine/src/fences.rs",
         from: "self.lock().end(transfer.job);",
         to: "self.lock().running.remove(&transfer.job);",
     },

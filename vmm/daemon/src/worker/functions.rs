@@ -11,11 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use hw_engine::{DmaEngine, Memory, Place};
+use hw_engine::{DmaEngine, Fleet, Member, Memory, Place, ThreadHook};
 use hw_host::{DeviceArea, HostMemory};
-use hw_vfio::{
-    FaultWatch, Fleet, Function, Hole, Host, Kind, Lazy, MapSink, Member, Slice, ThreadHook, Unwatched, VfioEngine,
-};
+use hw_vfio::{FaultWatch, Function, Hole, Host, Kind, Lazy, MapSink, Slice, Unwatched, VfioEngine};
 use iommu_addr::{ApertureOffset, EndpointId, Location};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -124,7 +122,8 @@ impl<'a> Functions<'a> {
             engine.erase_own().with_context(failed)?;
             members.push(Member { endpoint: id, engine: Arc::new(engine), same_function: behind(&part.address) });
         }
-        let fleet = Fleet::new(members, idle, rest, memory.clone(), Some(Arc::clone(hook)))?;
+        let fleet = Fleet::new(members, idle, rest, memory.clone(), Some(Arc::clone(hook)));
+        let fleet = fleet.context("There is no thread for the engines; check the limits on threads")?;
         Ok(Hardware { fleet: Arc::new(fleet), idle: self.free.into_values().map(|(function, _)| function).collect() })
     }
 

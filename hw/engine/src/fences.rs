@@ -5,8 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use hw_engine::{EngineError, Finished, JobId, Submit, Transfer, Work};
 use iommu_addr::EndpointId;
+
+use crate::{EngineError, Finished, JobId, Submit, Transfer, Work};
 
 #[derive(Default)]
 pub(crate) struct Fences(Mutex<State>);

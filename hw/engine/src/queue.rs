@@ -3,29 +3,28 @@
 //! Not here: how a transfer is carried out.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use hw_engine::{EngineError, Finished, JobId, Submit, Transfer};
+use crate::{EngineError, Finished, JobId, Submit, Transfer};
 
-use crate::VfioError;
-use crate::mover::code;
-
-/// Transfers that wait or run.
-pub(crate) const DEPTH: usize = 64;
+/// Transfers that a queue holds, ended ones among them until they are fetched.
+pub const DEPTH: usize = 64;
 
 /// How long there is nothing to do before a carrier is told so.
-pub(crate) const REST: Duration = Duration::from_secs(1);
+pub const REST: Duration = Duration::from_secs(1);
 
-/// Runs first thing in the thread of an engine.
+/// Runs first thing in each thread of an engine, for instance to install a system call filter.
 pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;
 
-pub(crate) type Wake = Box<dyn Fn() + Send + Sync>;
+/// Called when there is something to [`Queue::poll`].
+pub type Wake = Box<dyn Fn() + Send + Sync>;
 
 /// Carries transfers out.
-pub(crate) trait Carrier: Send + 'static {
+pub trait Carrier: Send + 'static {
     /// Answers the bytes moved, and what then went wrong. `go_on` is asked now and then.
     fn run(&mut self, transfer: &Transfer, go_on: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>);
 
@@ -33,7 +32,8 @@ pub(crate) trait Carrier: Send + 'static {
     fn rest(&mut self) {}
 }
 
-pub(crate) struct Queue<C> {
+/// Transfers in their order, and the thread that carries them out. Whatever way that thread ends, each transfer has an end.
+pub struct Queue<C> {
     shared: Arc<Shared<C>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -69,7 +69,10 @@ struct State<C> {
 
 impl<C: Carrier> Queue<C> {
     /// Starts the thread.
-    pub(crate) fn start(name: &str, mut carrier: C, hook: Option<ThreadHook>) -> Result<Self, VfioError> {
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn start(name: &str, mut carrier: C, hook: Option<ThreadHook>) -> io::Result<Self> {
         let state = State { waiting: VecDeque::new(), running: None, abort: false, ended: Vec::new(), over: false };
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), wake: Mutex::new(None) });
         let work = Arc::clone(&shared);
@@ -80,12 +83,15 @@ impl<C: Carrier> Queue<C> {
             let _alarm = Alarm(&*work);
             work.work_off(&mut carrier);
         };
-        let thread = thread::Builder::new().name(name.into()).spawn(body);
-        Ok(Self { shared, thread: Some(thread.map_err(|source| VfioError::Start { source })?) })
+        let thread = thread::Builder::new().name(name.into()).spawn(body)?;
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     /// Has the thread do something between transfers, and waits for the answer.
-    pub(crate) fn call<T: Send + 'static>(
+    ///
+    /// # Errors
+    /// What it answers, or [`EngineError::Aborted`] if it ends without an answer.
+    pub fn call<T: Send + 'static>(
         &self,
         what: impl FnOnce(&mut C) -> Result<T, EngineError> + Send + 'static,
     ) -> Result<T, EngineError> {
@@ -95,10 +101,14 @@ impl<C: Carrier> Queue<C> {
         answer.recv().unwrap_or(Err(EngineError::Aborted))
     }
 
-    pub(crate) fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
+    /// Puts a transfer behind the others.
+    ///
+    /// # Errors
+    /// [`EngineError::Busy`] if there are [`DEPTH`] of them, [`EngineError::LOST`] if there is no thread any more.
+    pub fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
         let mut state = self.shared.lock();
         if state.over {
-            return Err(EngineError::Device { code: code::LOST });
+            return Err(EngineError::LOST);
         }
         if state.waiting.len() + usize::from(state.running.is_some()) + state.ended.len() >= DEPTH {
             return Err(EngineError::Busy);
@@ -109,11 +119,13 @@ impl<C: Carrier> Queue<C> {
         Ok(Submit::Submitted)
     }
 
-    pub(crate) fn poll(&self, out: &mut Vec<Finished>) {
+    /// As [`DmaEngine::poll`](crate::DmaEngine::poll).
+    pub fn poll(&self, out: &mut Vec<Finished>) {
         out.append(&mut self.shared.lock().ended);
     }
 
-    pub(crate) fn abort(&self, job: JobId) {
+    /// As [`DmaEngine::abort`](crate::DmaEngine::abort).
+    pub fn abort(&self, job: JobId) {
         let mut state = self.shared.lock();
         if state.running == Some(job) {
             state.abort = true;
@@ -128,13 +140,14 @@ impl<C: Carrier> Queue<C> {
     }
 
     /// Gives up all there is, and does not wait for the one that runs.
-    pub(crate) fn give_up(&self) {
+    pub fn give_up(&self) {
         let mut state = self.shared.lock();
         state.give_up_all(EngineError::Aborted);
         state.abort = state.running.is_some();
     }
 
-    pub(crate) fn quiesce(&self, out: &mut Vec<Finished>) {
+    /// As [`DmaEngine::quiesce`](crate::DmaEngine::quiesce).
+    pub fn quiesce(&self, out: &mut Vec<Finished>) {
         self.give_up();
         let mut state = self.shared.lock();
         while state.running.is_some() {
@@ -143,7 +156,8 @@ impl<C: Carrier> Queue<C> {
         out.append(&mut state.ended);
     }
 
-    pub(crate) fn on_progress(&self, wake: Wake) {
+    /// As [`DmaEngine::on_progress`](crate::DmaEngine::on_progress).
+    pub fn on_progress(&self, wake: Wake) {
         *self.shared.wake.lock().unwrap_or_else(PoisonError::into_inner) = Some(wake);
     }
 }
@@ -247,7 +261,7 @@ impl<C> Drop for Alarm<'_, C> {
         if !thread::panicking() {
             return;
         }
-        let (mut state, error) = (self.0.lock(), EngineError::Device { code: code::LOST });
+        let (mut state, error) = (self.0.lock(), EngineError::LOST);
         state.over = true;
         state.give_up_all(error);
         if let Some(job) = state.running.take() {

@@ -1,30 +1,32 @@
-//! All engines of a tenant as one: those of its functions, and one for everything else.
+//! All engines of a tenant as one: those of its hardware, and one for everything else.
 //!
 //! A transfer goes to the engine of its initiator if that can make it in one hop, else to that of whoever owns memory that only its own engine reaches,
 //! else to the rest. What would take two hops goes through memory of this process, on a thread of the fleet's: so no engine ever waits for another.
 //!
 //! Not here: rights, which way a transfer is to go.
 
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use hw_engine::{
-    DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, Memory, MemoryError, Place, Raised, Route, Submit,
-    Transfer, Work, copy_segments, fill_segments,
-};
 use iommu_addr::{DomainId, EndpointId, Location, Segment};
 
 use crate::fences::Fences;
-use crate::mover::{MAX_TRANSFER, code};
 use crate::queue::{Carrier, DEPTH, Queue, ThreadHook};
-use crate::{VfioEngine, VfioError};
+use crate::{
+    DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, Memory, MemoryError, Owner, Place, Raised, Route,
+    Submit, Transfer, Work, copy_segments, fill_segments,
+};
 
-/// An engine of a tenant.
+/// Most bytes that are asked of an [`Owner`] at a time, and so the longest transfer of a fleet.
+pub const MAX_STAGED: u64 = 256 << 10;
+
+/// An endpoint, and the engine that works for it.
 pub struct Member {
-    /// The endpoint that it is of.
+    /// The endpoint.
     pub endpoint: EndpointId,
-    /// The engine.
-    pub engine: Arc<VfioEngine>,
+    /// Its engine, which may be that of other endpoints too.
+    pub engine: Arc<dyn Owner>,
     /// Endpoints that are memory behind BARs of the same function: what it does on the bus does not come back to itself.
     pub same_function: Vec<EndpointId>,
 }
@@ -32,7 +34,7 @@ pub struct Member {
 /// All engines of a tenant.
 pub struct Fleet {
     members: Arc<Members>,
-    /// Endpoints of functions that have no engine: what they start, the processor would have to do.
+    /// Endpoints of hardware that has no engine: what they start, the processor would have to do.
     idle: Vec<EndpointId>,
     rest: Arc<dyn DmaEngine>,
     stager: Queue<Stager>,
@@ -55,7 +57,7 @@ impl Carrier for Stager {
             Work::Fill { dst, pattern } => fill_segments(&*self.0, dst, *pattern),
             // What came before was the processor's own doing.
             Work::Flush => return (0, Ok(())),
-            Work::Kernel { .. } => return (0, Err(EngineError::Device { code: code::NO_KERNELS })),
+            Work::Kernel { .. } => return (0, Err(EngineError::NO_KERNELS)),
         };
         let Finished { bytes, result, .. } = Finished::moved(transfer.job, moved);
         // An engine that is to end gives up what is asked of it, and memory has no word for that.
@@ -63,8 +65,12 @@ impl Carrier for Stager {
     }
 }
 
-/// The engines of functions.
-struct Members(Vec<Member>);
+/// The endpoints that have an engine of their own.
+struct Members {
+    all: Vec<Member>,
+    /// Each of their engines, once.
+    engines: Vec<Arc<dyn Owner>>,
+}
 
 /// The memory of every endpoint, as its owner sees it: what only an engine reaches, that engine reads and writes. Reading and writing may wait for it.
 struct View {
@@ -73,21 +79,31 @@ struct View {
 }
 
 impl Members {
-    /// The engine whose own memory that endpoint's is.
-    fn owner(&self, endpoint: EndpointId) -> Option<&Arc<VfioEngine>> {
-        self.0.iter().map(|member| &member.engine).find(|engine| engine.own() == Some(endpoint))
+    fn new(all: Vec<Member>) -> Self {
+        let mut engines: Vec<Arc<dyn Owner>> = Vec::new();
+        for Member { engine, .. } in &all {
+            if !engines.iter().any(|known| Arc::ptr_eq(known, engine)) {
+                engines.push(Arc::clone(engine));
+            }
+        }
+        Self { all, engines }
     }
 
-    fn owner_of(&self, at: Location) -> Option<&Arc<VfioEngine>> {
+    /// The engine whose own memory that endpoint's is.
+    fn owner(&self, endpoint: EndpointId) -> Option<&Arc<dyn Owner>> {
+        self.engines.iter().find(|engine| engine.owns(endpoint))
+    }
+
+    fn owner_of(&self, at: Location) -> Option<&Arc<dyn Owner>> {
         self.owner(at.owner()?)
     }
 
-    fn of(&self, endpoint: EndpointId) -> Option<&Arc<VfioEngine>> {
-        self.0.iter().find(|member| member.endpoint == endpoint).map(|member| &member.engine)
+    fn of(&self, endpoint: EndpointId) -> Option<&Arc<dyn Owner>> {
+        self.all.iter().find(|member| member.endpoint == endpoint).map(|member| &member.engine)
     }
 
-    fn in_one_hop(&self, engine: &Arc<VfioEngine>, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
-        let own = self.0.iter().filter(|member| Arc::ptr_eq(&member.engine, engine)).flat_map(|of| &of.same_function);
+    fn in_one_hop(&self, engine: &Arc<dyn Owner>, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
+        let own = self.all.iter().filter(|member| Arc::ptr_eq(&member.engine, engine)).flat_map(|of| &of.same_function);
         let mut owners = dst.iter().chain(src).filter_map(|segment| segment.at.owner());
         !owners.any(|owner| own.clone().any(|same| *same == owner)) && engine.in_one_hop(initiator, dst, src)
     }
@@ -95,13 +111,13 @@ impl Members {
 
 /// Who carries a transfer out.
 enum Who<'a> {
-    Member(&'a Arc<VfioEngine>),
+    Member(&'a Arc<dyn Owner>),
     Stager,
     Rest,
 }
 
 impl Fleet {
-    /// A fleet over `memory`, in which there is nothing of what only engines reach. `idle` are endpoints of functions without an engine.
+    /// A fleet over `memory`, in which there is nothing of what only engines reach. `idle` are endpoints of hardware without an engine.
     ///
     /// # Errors
     /// When there is no thread for it.
@@ -111,8 +127,8 @@ impl Fleet {
         rest: Arc<dyn DmaEngine>,
         memory: Arc<dyn Memory>,
         hook: Option<ThreadHook>,
-    ) -> Result<Self, VfioError> {
-        let members = Arc::new(Members(members));
+    ) -> io::Result<Self> {
+        let members = Arc::new(Members::new(members));
         let view = Arc::new(View { members: Arc::clone(&members), rest: memory });
         let stager = Queue::start("stager", Stager(Arc::clone(&view)), hook)?;
         let (fences, given_up, wake) = (Fences::default(), Mutex::default(), OnceLock::new());
@@ -128,10 +144,10 @@ impl Fleet {
         match &transfer.work {
             Work::Copy { src, dst, route } => self.copier(transfer.initiator, dst, src, *route),
             Work::Fill { dst, .. } => match self.members.owner_of_all(dst) {
-                Owner::Nobody if self.idle.contains(&transfer.initiator) => Who::Stager,
-                Owner::Nobody => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),
-                Owner::One(engine) => Who::Member(engine),
-                Owner::Several => Who::Stager,
+                Whose::Nobody if self.idle.contains(&transfer.initiator) => Who::Stager,
+                Whose::Nobody => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),
+                Whose::One(engine) => Who::Member(engine),
+                Whose::Several => Who::Stager,
             },
             Work::Flush if self.idle.contains(&transfer.initiator) => Who::Stager,
             Work::Flush => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),
@@ -155,7 +171,7 @@ impl Fleet {
     }
 
     /// The engine that makes this copy in one hop.
-    fn in_one(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> Option<&Arc<VfioEngine>> {
+    fn in_one(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> Option<&Arc<dyn Owner>> {
         let owners = dst.iter().chain(src).filter_map(|segment| self.members.owner_of(segment.at));
         let mut able = self.members.of(initiator).into_iter().chain(owners);
         able.find(|engine| self.members.in_one_hop(engine, initiator, dst, src))
@@ -176,30 +192,30 @@ impl Fleet {
     }
 
     fn engines(&self) -> impl Iterator<Item = &dyn DmaEngine> {
-        self.members.0.iter().map(|member| &*member.engine as &dyn DmaEngine).chain([&*self.rest])
+        self.members.engines.iter().map(|engine| &**engine as &dyn DmaEngine).chain([&*self.rest])
     }
 }
 
 /// Whose own memory some places are.
-enum Owner<'a> {
+enum Whose<'a> {
     Nobody,
-    One(&'a Arc<VfioEngine>),
+    One(&'a Arc<dyn Owner>),
     Several,
 }
 
 impl Members {
-    fn owner_of_all(&self, places: &[Segment]) -> Owner<'_> {
+    fn owner_of_all(&self, places: &[Segment]) -> Whose<'_> {
         let mut owners = places.iter().map(|segment| self.owner_of(segment.at));
-        let Some(first) = owners.next() else { return Owner::Nobody };
-        let is_first = |other: Option<&Arc<VfioEngine>>| match (first, other) {
+        let Some(first) = owners.next() else { return Whose::Nobody };
+        let is_first = |other: Option<&Arc<dyn Owner>>| match (first, other) {
             (Some(first), Some(other)) => Arc::ptr_eq(first, other),
             (None, None) => true,
             _ => false,
         };
         match first {
-            _ if !owners.all(is_first) => Owner::Several,
-            Some(engine) => Owner::One(engine),
-            None => Owner::Nobody,
+            _ if !owners.all(is_first) => Whose::Several,
+            Some(engine) => Whose::One(engine),
+            None => Whose::Nobody,
         }
     }
 }
@@ -214,7 +230,7 @@ impl DmaEngine for Fleet {
             max_mappings: one.max_mappings.min(other.max_mappings),
         };
         // The stager's own.
-        let (max_transfer, queue_depth) = (MAX_TRANSFER, DEPTH);
+        let (max_transfer, queue_depth) = (MAX_STAGED, DEPTH);
         all.fold(EngineCaps { max_transfer, queue_depth, reports_faults: true, max_mappings: u32::MAX }, both)
     }
 
@@ -292,10 +308,10 @@ fn lock(ended: &Mutex<Vec<Finished>>) -> MutexGuard<'_, Vec<Finished>> {
 }
 
 impl View {
-    /// The engine that reaches the byte at `at`, and the offset there.
-    fn engine(&self, at: Location) -> Option<(&Arc<VfioEngine>, u64)> {
-        let Location::Aperture { offset, .. } = at else { return None };
-        Some((self.members.owner_of(at)?, offset.0))
+    /// The engine that reaches the byte at `at`, and where that is.
+    fn engine(&self, at: Location) -> Option<(&Arc<dyn Owner>, EndpointId, u64)> {
+        let Location::Aperture { endpoint, offset } = at else { return None };
+        Some((self.members.owner(endpoint)?, endpoint, offset.0))
     }
 }
 
@@ -319,16 +335,159 @@ impl Memory for View {
     }
 
     fn read(&self, src: Location, into: &mut [u8]) -> Result<(), MemoryError> {
-        let Some((engine, offset)) = self.engine(src) else { return self.rest.read(src, into) };
-        engine.read_own(offset, into).map_err(|_why| MemoryError { at: src, len: into.len() as u64 })
+        let Some((engine, endpoint, offset)) = self.engine(src) else { return self.rest.read(src, into) };
+        engine.read_own(endpoint, offset, into).map_err(|_why| MemoryError { at: src, len: into.len() as u64 })
     }
 
     fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError> {
-        let Some((engine, offset)) = self.engine(dst) else { return self.rest.write(dst, from) };
-        engine.write_own(offset, from).map_err(|_why| MemoryError { at: dst, len: from.len() as u64 })
+        let Some((engine, endpoint, offset)) = self.engine(dst) else { return self.rest.write(dst, from) };
+        engine.write_own(endpoint, offset, from).map_err(|_why| MemoryError { at: dst, len: from.len() as u64 })
     }
 
     fn place(&self, at: Location, most: u64) -> Option<Place> {
         if self.engine(at).is_some() { None } else { self.rest.place(at, most) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use iommu_addr::{ApertureOffset, Gpa};
+
+    use super::*;
+    use crate::Segments;
+
+    /// Counts what it is asked, and owns what it is told to.
+    #[derive(Default)]
+    struct Counting {
+        owned: Vec<EndpointId>,
+        calls: Mutex<Vec<&'static str>>,
+    }
+
+    impl Counting {
+        fn count(&self, call: &'static str) {
+            self.calls.lock().unwrap().push(call);
+        }
+
+        fn calls(&self) -> Vec<&'static str> {
+            std::mem::take(&mut self.calls.lock().unwrap())
+        }
+    }
+
+    impl DmaEngine for Counting {
+        fn caps(&self) -> EngineCaps {
+            self.count("caps");
+            EngineCaps { max_transfer: 1 << 30, queue_depth: 8, reports_faults: true, max_mappings: u32::MAX }
+        }
+
+        fn submit(&self, _: &Transfer) -> Result<Submit, EngineError> {
+            self.count("submit");
+            Ok(Submit::Submitted)
+        }
+
+        fn poll(&self, _: &mut Vec<Finished>) -> Option<Duration> {
+            self.count("poll");
+            None
+        }
+
+        fn abort(&self, _: JobId) {
+            self.count("abort");
+        }
+
+        fn quiesce(&self, _: &mut Vec<Finished>) {
+            self.count("quiesce");
+        }
+
+        fn on_progress(&self, _: Box<dyn Fn() + Send + Sync>) {
+            self.count("on_progress");
+        }
+    }
+
+    impl Owner for Counting {
+        fn owns(&self, endpoint: EndpointId) -> bool {
+            self.owned.contains(&endpoint)
+        }
+
+        fn read_own(&self, _: EndpointId, _: u64, _: &mut [u8]) -> Result<(), EngineError> {
+            self.count("read_own");
+            Ok(())
+        }
+
+        fn write_own(&self, _: EndpointId, _: u64, _: &[u8]) -> Result<(), EngineError> {
+            self.count("write_own");
+            Ok(())
+        }
+    }
+
+    struct Nowhere;
+
+    impl Memory for Nowhere {
+        fn copy(&self, _: Location, src: Location, len: u64) -> Result<(), MemoryError> {
+            Err(MemoryError { at: src, len })
+        }
+
+        fn fill(&self, dst: Location, len: u64, _: u64) -> Result<(), MemoryError> {
+            Err(MemoryError { at: dst, len })
+        }
+
+        fn read(&self, src: Location, _: &mut [u8]) -> Result<(), MemoryError> {
+            Err(MemoryError { at: src, len: 0 })
+        }
+
+        fn write(&self, dst: Location, _: &[u8]) -> Result<(), MemoryError> {
+            Err(MemoryError { at: dst, len: 0 })
+        }
+    }
+
+    const ENDPOINTS: [EndpointId; 2] = [EndpointId::local(0), EndpointId::local(1)];
+
+    /// An engine of two endpoints, and a fleet of it and one for the rest.
+    fn shared() -> (Arc<Counting>, Arc<Counting>, Fleet) {
+        let engine = Arc::new(Counting { owned: ENDPOINTS.into(), ..Counting::default() });
+        let rest = Arc::new(Counting::default());
+        let member = |endpoint| Member { endpoint, engine: engine.clone(), same_function: Vec::new() };
+        let members = ENDPOINTS.map(member).into();
+        let fleet = Fleet::new(members, Vec::new(), rest.clone(), Arc::new(Nowhere), None).unwrap();
+        (engine, rest, fleet)
+    }
+
+    #[test]
+    fn an_engine_of_several_endpoints_is_asked_once() {
+        let (engine, rest, fleet) = shared();
+        fleet.caps();
+        fleet.on_progress(Box::new(|| ()));
+        fleet.poll(&mut Vec::new());
+        fleet.abort(JobId(1));
+        fleet.quiesce(&mut Vec::new());
+        let asked = ["caps", "on_progress", "poll", "abort", "quiesce"];
+        assert_eq!((engine.calls(), rest.calls()), (asked.into(), asked.into()));
+    }
+
+    #[test]
+    fn what_an_engine_does_between_its_endpoints_is_its_own() {
+        let (engine, rest, fleet) = shared();
+        let part = |endpoint, len| Segment { at: Location::Aperture { endpoint, offset: ApertureOffset(0) }, len };
+        let (one, other) = (part(ENDPOINTS[0], 64), part(ENDPOINTS[1], 64));
+        let submit = |initiator, work| {
+            let submitted = fleet.submit(&Transfer { job: JobId(1), domain: DomainId(1), initiator, work });
+            assert_eq!(submitted, Ok(Submit::Submitted));
+        };
+        let dst = Segments::from_iter([one, other]);
+        submit(ENDPOINTS[0], Work::Fill { dst, pattern: 0 });
+        // Whoever starts it.
+        let (src, dst, route) = (Segments::from_iter([one]), Segments::from_iter([other]), Route::Direct);
+        submit(EndpointId::local(2), Work::Copy { src, dst, route });
+        assert_eq!((engine.calls(), rest.calls()), (vec!["submit"; 2], Vec::new()));
+        // What is none's is the rest's.
+        let ram = Segment { at: Location::Ram(Gpa(0)), len: 64 };
+        submit(EndpointId::local(2), Work::Fill { dst: Segments::from_iter([ram]), pattern: 0 });
+        assert_eq!((engine.calls(), rest.calls()), (Vec::new(), vec!["submit"]));
+    }
+
+    #[test]
+    fn what_goes_through_the_host_is_read_and_written_by_its_owner() {
+        let (engine, _, fleet) = shared();
+        let at = |endpoint| Location::Aperture { endpoint, offset: ApertureOffset(0) };
+        assert_eq!(fleet.memory().copy(at(ENDPOINTS[1]), at(ENDPOINTS[0]), 64), Ok(()));
+        assert_eq!(engine.calls(), ["read_own", "write_own"]);
     }
 }
