@@ -250,6 +250,18 @@ impl DmaEngine for Fleet {
         submitted
     }
 
+    fn longest(&self, transfer: &Transfer) -> u64 {
+        match self.who(transfer) {
+            Who::Member(engine) => engine.longest(transfer),
+            Who::Stager => MAX_STAGED,
+            Who::Rest => self.rest.longest(transfer),
+        }
+    }
+
+    fn doorbell(&self) {
+        self.engines().for_each(DmaEngine::doorbell);
+    }
+
     fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
         let before = out.len();
         self.stager.poll(out);

@@ -1,0 +1,306 @@
+//! What all threads of a [`CudaEngine`](crate::CudaEngine) share: lanes, the book of what is under way, and how a transfer begins and ends.
+//!
+//! Not here: the engine's face.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::Receiver;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use hw_engine::{EngineError, Finished, JobId, MemoryError, Route, Transfer, Work};
+use iommu_addr::{ApertureOffset, EndpointId, Location, Segment};
+
+use crate::driver::CudaError;
+use crate::engine::Settings;
+use crate::lane::{Lane, Load, Ride, device_error};
+use crate::reach::{Reach, Ready, Unready, Way};
+use crate::side::Side;
+
+/// Lanes of a GPU: small transfers, out, in, local.
+pub(crate) const LANES: usize = 4;
+/// Copies of a small transfer.
+const SMALL_PIECES: usize = 16;
+/// How often the driver is asked whether the context is still good, while something is under way.
+const CHECK: Duration = Duration::from_millis(1);
+/// Shortest pause between two looks, and the longest one for what should have ended already.
+pub(crate) const LOOK: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(200));
+
+pub(crate) type Wake = Box<dyn Fn() + Send + Sync>;
+pub(crate) type Tell = Box<dyn Fn(&CudaError) + Send + Sync>;
+
+/// Work for the engine's own thread.
+pub(crate) struct Slow {
+    pub(crate) transfer: Transfer,
+    pub(crate) serial: u64,
+}
+
+pub(crate) struct Shared {
+    /// Of each GPU. First named, first gone: by then nothing is under way in them.
+    pub(crate) lanes: Vec<[Lane; LANES]>,
+    /// One for each GPU, too.
+    pub(crate) sides: Vec<Mutex<Side>>,
+    pub(crate) reach: Reach,
+    pub(crate) settings: Settings,
+    pub(crate) book: Mutex<Book>,
+    /// Small transfers that wait for the doorbell.
+    pub(crate) gathered: AtomicUsize,
+    pub(crate) epoch: Instant,
+    /// When the contexts were last asked after, in nanoseconds since the epoch.
+    pub(crate) checked: AtomicU64,
+    pub(crate) lost: OnceLock<CudaError>,
+    pub(crate) wake: OnceLock<Wake>,
+    pub(crate) tell: OnceLock<Tell>,
+}
+
+#[derive(Default)]
+pub(crate) struct Book {
+    pub(crate) next: u64,
+    /// Serial numbers of what is under way.
+    pub(crate) running: BTreeSet<u64>,
+    /// Flushes that wait for everything before them.
+    pub(crate) flushes: VecDeque<(u64, JobId)>,
+    /// What ended where nobody collects.
+    pub(crate) ended: Vec<Finished>,
+}
+
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Shared {
+    /// Which GPU has bytes of a slice, and where.
+    pub(crate) fn own_bytes(&self, endpoint: EndpointId, offset: u64, len: usize) -> Result<(usize, u64), EngineError> {
+        let at = Location::Aperture { endpoint, offset: ApertureOffset(offset) };
+        let missing = MemoryError { at, len: len as u64 };
+        let own = self.reach.own(endpoint).ok_or(missing)?;
+        let end = offset.checked_add(len as u64).ok_or(missing)?;
+        if end > own.slice.len() { Err(missing.into()) } else { Ok((own.gpu, own.slice.base() + offset)) }
+    }
+
+    /// Has a GPU's side do something, and waits for it.
+    pub(crate) fn on_side(
+        &self,
+        gpu: usize,
+        what: impl FnOnce(&mut Side) -> Result<(), CudaError>,
+    ) -> Result<(), EngineError> {
+        if self.lost.get().is_some() {
+            return Err(EngineError::LOST);
+        }
+        let answer = what(&mut lock(&self.sides[gpu]));
+        answer.map_err(|error| {
+            let told = device_error(&error);
+            self.check(true);
+            told
+        })
+    }
+
+    /// Begins a transfer, or says that it has to wait for the engine's thread.
+    pub(crate) fn begin(&self, transfer: &Transfer, serial: u64, may_block: bool) -> Result<(), Unready> {
+        match &transfer.work {
+            Work::Copy { src, dst, route: Route::Direct } => {
+                let ready = self.reach.copy(transfer.initiator, dst, src, may_block)?;
+                self.begin_copy(transfer.job, serial, ready);
+                Ok(())
+            }
+            Work::Copy { route: Route::Staged, .. } => Err(Unready::Error(EngineError::Device { code: u32::MAX })),
+            Work::Fill { dst, pattern } => self.begin_fill(transfer, dst, *pattern, serial, may_block),
+            Work::Kernel { .. } => Err(Unready::Error(EngineError::NO_KERNELS)),
+            Work::Flush => {
+                lock(&self.book).flushes.push_back((serial, transfer.job));
+                Ok(())
+            }
+        }
+    }
+
+    fn begin_copy(&self, job: JobId, serial: u64, ready: Ready) {
+        let Ready { pieces, holds, way, gpu, len } = ready;
+        let [small, out, into, local] = &self.lanes[gpu];
+        let ride = Ride { job, serial, bytes: len, result: Ok(()), _holds: holds };
+        if len <= self.settings.gather && pieces.len() <= SMALL_PIECES {
+            small.gather(ride, pieces);
+            self.gathered.fetch_add(1, Ordering::Release);
+            return;
+        }
+        let lane = match way {
+            Some(Way::Out) => out,
+            Some(Way::In) => into,
+            Some(Way::Local) | None => local,
+        };
+        // SAFETY: `Reach` gave out addresses of slices that the GPU reaches, which live as long as the engine, and of what the ride holds.
+        if let Err(error) = unsafe { lane.begin(ride, &Load::Copies(pieces)) } {
+            self.lose(error);
+        }
+    }
+
+    fn begin_fill(
+        &self,
+        transfer: &Transfer,
+        dst: &[Segment],
+        pattern: u64,
+        serial: u64,
+        may_block: bool,
+    ) -> Result<(), Unready> {
+        let [byte, rest @ ..] = pattern.to_le_bytes();
+        let is_one_byte = rest.iter().all(|other| *other == byte);
+        if !is_one_byte && !may_block {
+            return Err(Unready::Unregistered);
+        }
+        let (ready, places) = self.reach.places(transfer.initiator, dst, may_block)?;
+        let Ready { holds, gpu, len, .. } = ready;
+        if is_one_byte {
+            let ride = Ride { job: transfer.job, serial, bytes: len, result: Ok(()), _holds: holds };
+            let [.., local] = &self.lanes[gpu];
+            // SAFETY: as in `begin_copy`.
+            if let Err(error) = unsafe { local.begin(ride, &Load::Set { byte, places }) } {
+                self.lose(error);
+            }
+            return Ok(());
+        }
+        // SAFETY: as in `begin_copy`, with `holds` kept until it has ended.
+        self.on_side(gpu, |side| unsafe { side.fill(&places, pattern) }).map_err(Unready::Error)?;
+        drop(holds);
+        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false });
+        Ok(())
+    }
+
+    /// Ends a transfer that is in no lane.
+    fn end_now(&self, serial: u64, finished: Finished) {
+        let mut book = lock(&self.book);
+        book.running.remove(&serial);
+        book.ended.push(finished);
+        drop(book);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        if let Some(wake) = self.wake.get() {
+            wake();
+        }
+    }
+
+    /// The engine's own thread.
+    pub(crate) fn work_off(&self, receiver: &Receiver<Slow>) {
+        while let Ok(Slow { transfer, serial }) = receiver.recv() {
+            let begun = match self.lost.get() {
+                None => self.begin(&transfer, serial, true),
+                Some(_) => Err(Unready::Error(EngineError::LOST)),
+            };
+            if let Err(unready) = begun {
+                let error = match unready {
+                    Unready::Error(error) => error,
+                    Unready::Unregistered => EngineError::Aborted,
+                };
+                self.end_now(serial, Finished { job: transfer.job, bytes: 0, result: Err(error), raised: false });
+            }
+            // Whoever looks after the engine did not know when to look.
+            self.wake();
+        }
+    }
+
+    /// Notes that a context is broken, and ends everything.
+    fn lose(&self, error: CudaError) {
+        let told = device_error(&error);
+        let is_news = self.lost.set(error).is_ok();
+        // Also what another thread has begun since the last time.
+        let mut rides = Vec::new();
+        self.lanes.iter().flatten().for_each(|lane| lane.give_up(told, &mut rides));
+        self.note(rides);
+        if let Some(error) = self.lost.get().filter(|_| is_news) {
+            tracing::error!("A GPU's context is broken, and what was under way is lost: {error}");
+            if let Some(tell) = self.tell.get() {
+                tell(error);
+            }
+        }
+        self.wake();
+    }
+
+    fn note(&self, rides: Vec<Ride>) {
+        if rides.is_empty() {
+            return;
+        }
+        let mut book = lock(&self.book);
+        for Ride { job, serial, bytes, result, .. } in &rides {
+            book.running.remove(serial);
+            book.ended.push(Finished { job: *job, bytes: *bytes, result: *result, raised: false });
+        }
+        drop(book);
+        // What they held is given back without the lock, and may take a moment.
+        drop(rides);
+    }
+
+    /// Asks whether the contexts are still good, if that was not done lately.
+    fn check(&self, now: bool) {
+        let nanos = u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let last = self.checked.load(Ordering::Relaxed);
+        let is_due = now || Duration::from_nanos(nanos.saturating_sub(last)) >= CHECK;
+        if !is_due || self.checked.compare_exchange(last, nanos, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+            return;
+        }
+        for [lane, ..] in &self.lanes {
+            if let Err(error) = lane.check() {
+                return self.lose(error);
+            }
+        }
+    }
+
+    pub(crate) fn ring(&self) {
+        if self.gathered.load(Ordering::Acquire) == 0 || self.gathered.swap(0, Ordering::AcqRel) == 0 {
+            return;
+        }
+        for [small, ..] in &self.lanes {
+            // SAFETY: as in `begin_copy`.
+            if let Err(error) = unsafe { small.doorbell() } {
+                self.lose(error);
+            }
+        }
+    }
+
+    /// Ends flushes that have nothing before them any more.
+    fn end_flushes(&self) {
+        let mut due = Vec::new();
+        let mut book = lock(&self.book);
+        while let Some((serial, job)) = book.flushes.front().copied()
+            && book.running.first() == Some(&serial)
+        {
+            book.flushes.pop_front();
+            book.running.remove(&serial);
+            due.push(job);
+        }
+        drop(book);
+        if due.is_empty() {
+            return;
+        }
+        let flushed = self.flush().map_err(|error| device_error(&error));
+        let ends = due.into_iter().map(|job| Finished { job, bytes: 0, result: flushed, raised: false });
+        lock(&self.book).ended.extend(ends);
+    }
+
+    /// What has ended is visible to this machine's processors and to the GPU; what others wrote into its memory is made so.
+    fn flush(&self) -> Result<(), CudaError> {
+        self.lanes.iter().try_for_each(|[lane, ..]| lane.gpu().flush_writes())
+    }
+
+    /// Collects ends, and says when it is worth looking again.
+    pub(crate) fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
+        self.ring();
+        let (mut rides, mut soonest) = (Vec::new(), None::<Instant>);
+        for lane in self.lanes.iter().flatten() {
+            let due = lane.collect(&mut rides);
+            soonest = soonest.into_iter().chain(due).min();
+        }
+        self.note(rides);
+        if soonest.is_some() {
+            self.check(false);
+        }
+        self.end_flushes();
+        out.append(&mut lock(&self.book).ended);
+        let soonest = soonest.filter(|_| self.lost.get().is_none())?;
+        if self.settings.spin {
+            return Some(Duration::ZERO);
+        }
+        let now = Instant::now();
+        let late = now.saturating_duration_since(soonest);
+        Some(if late.is_zero() { (soonest - now).max(LOOK.0) } else { (late / 4).clamp(LOOK.0, LOOK.1) })
+    }
+}
