@@ -4,6 +4,7 @@
 //! - [`Gpu`] is a device with a context of this process's on it. What breaks a context is this process's trouble alone.
 //! - [`Slice`] is zeroed memory of a GPU, which other processes can be handed.
 //! - [`CudaEngine`] is a [`hw_engine::DmaEngine`] over the slices of one tenant.
+//! - [`Nvml`] says what a GPU draws.
 //!
 //! A GPU reaches memory of this process that is mapped by other owners too: a guest's, or an aperture of an FPGA. A copy there is one by the GPU's copy
 //! engine into the host's memory, or into a device's BAR where that is what is mapped; it is a peer-to-peer copy over PCIe only in the second case.
@@ -16,6 +17,7 @@ mod driver;
 mod engine;
 mod gpu;
 mod lane;
+mod nvml;
 mod pinned;
 mod reach;
 mod registry;
@@ -26,4 +28,5 @@ mod slice;
 pub use driver::{CudaError, Driver, GpuInfo};
 pub use engine::{CudaEngine, Settings};
 pub use gpu::Gpu;
+pub use nvml::{Meter, Nvml, NvmlError};
 pub use slice::Slice;

@@ -55,6 +55,13 @@ pub(crate) struct Ready {
     pub(crate) len: u64,
 }
 
+impl Ready {
+    /// Whether an end of it overlaps the other.
+    pub(crate) fn overlaps(&self) -> bool {
+        self.way == Some(Way::Local) && self.pieces.iter().any(|piece| piece.dst.abs_diff(piece.src) < piece.len)
+    }
+}
+
 /// Addresses, each with so many bytes.
 pub(crate) type Places = SmallVec<[(u64, u64); 2]>;
 

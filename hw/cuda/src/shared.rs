@@ -100,7 +100,11 @@ impl Shared {
         match &transfer.work {
             Work::Copy { src, dst, route: Route::Direct } => {
                 let ready = self.reach.copy(transfer.initiator, dst, src, may_block)?;
-                self.begin_copy(transfer.job, serial, ready);
+                match ready.overlaps() {
+                    false => self.begin_copy(transfer.job, serial, ready),
+                    true if may_block => self.shift(transfer.job, serial, ready)?,
+                    true => return Err(Unready::Unregistered),
+                }
                 Ok(())
             }
             Work::Copy { route: Route::Staged, .. } => Err(Unready::Error(EngineError::Device { code: u32::MAX })),
@@ -131,6 +135,16 @@ impl Shared {
         if let Err(error) = unsafe { lane.begin(ride, &Load::Copies(pieces)) } {
             self.lose(error);
         }
+    }
+
+    /// Makes a copy whose ends overlap.
+    fn shift(&self, job: JobId, serial: u64, Ready { pieces, gpu, len, .. }: Ready) -> Result<(), Unready> {
+        for piece in pieces {
+            // SAFETY: as in `begin_copy`; it has ended when this returns.
+            self.on_side(gpu, |side| unsafe { side.shift(piece) }).map_err(Unready::Error)?;
+        }
+        self.end_now(serial, Finished { job, bytes: len, result: Ok(()), raised: false });
+        Ok(())
     }
 
     fn begin_fill(

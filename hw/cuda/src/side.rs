@@ -90,6 +90,25 @@ impl Side {
         Ok(())
     }
 
+    /// Copies between places that overlap, as if through a buffer.
+    ///
+    /// # Safety
+    /// As for [`Side::read`], for both.
+    pub(crate) unsafe fn shift(&mut self, Piece { dst, src, len }: Piece) -> Result<(), CudaError> {
+        let step = BOUNCE as u64;
+        let count = len.div_ceil(step);
+        for n in 0..count {
+            // Towards higher addresses the last bytes go first.
+            let at = step * if dst > src { count - 1 - n } else { n };
+            let (bounce, now) = (self.bounce(), step.min(len - at));
+            // SAFETY: as the caller promises; the other end is this side's.
+            unsafe { self.stream.copy(Piece { dst: bounce, src: src + at, len: now }) }?;
+            // SAFETY: as above.
+            unsafe { self.stream.copy(Piece { dst: dst + at, src: bounce, len: now }) }?;
+        }
+        self.wait()
+    }
+
     /// Fills places with a pattern that runs on from one to the next.
     ///
     /// # Safety

@@ -34,13 +34,13 @@ pub struct Slice {
 }
 
 impl Slice {
-    /// Slices are multiples of this (`cuMemGetAllocationGranularity` of every GPU with virtual memory calls).
+    /// The GPU's memory is given out in multiples of this (`cuMemGetAllocationGranularity` of every GPU with virtual memory calls).
     pub const GRANULE: u64 = 2 << 20;
 
     /// Takes memory and zeroes it. Blocks meanwhile: about a millisecond for 4 GiB.
     ///
     /// # Errors
-    /// Where there is none left, or `len` is no multiple of [`Slice::GRANULE`].
+    /// Where there is none left, or `len` is 0.
     pub fn new(gpu: &Arc<Gpu>, len: u64) -> Result<Self, CudaError> {
         let bytes = sized(len)?;
         let kind = MemLocation { kind: DEVICE, id: gpu.info().ordinal };
@@ -72,7 +72,6 @@ impl Slice {
     /// # Errors
     /// Where the descriptor is of no such memory, or `len` is not its length.
     pub fn import(gpu: &Arc<Gpu>, fd: BorrowedFd<'_>, len: u64) -> Result<Self, CudaError> {
-        sized(len)?;
         let driver = gpu.current()?;
         let mut allocation = 0;
         let number = fd.as_raw_fd() as isize as *mut c_void;
@@ -83,7 +82,7 @@ impl Slice {
     }
 
     fn map(gpu: &Arc<Gpu>, allocation: Allocation, len: u64) -> Result<Self, CudaError> {
-        let (driver, bytes) = (gpu.current()?, usize::try_from(len).unwrap_or(usize::MAX));
+        let (driver, bytes) = (gpu.current()?, sized(len)?);
         let mut base = 0;
         let granule = usize::try_from(Self::GRANULE).unwrap_or(usize::MAX);
         // SAFETY: the driver writes one number; address 0 lets it choose a place.
@@ -155,7 +154,7 @@ impl Slice {
     pub fn zero(&self) -> Result<(), CudaError> {
         let stream = Stream::new(&self.gpu)?;
         // SAFETY: the memory is this slice's, which lives until the stream has passed the work: see below.
-        unsafe { stream.set(self.base, 0, self.len) }?;
+        unsafe { stream.set(self.base, 0, self.bytes() as u64) }?;
         // An error is that of a context that does nothing any more.
         while !stream.query()? {
             yield_now();
@@ -179,17 +178,16 @@ impl Slice {
         self.base
     }
 
+    /// Bytes that are mapped.
     fn bytes(&self) -> usize {
-        usize::try_from(self.len).unwrap_or(usize::MAX)
+        sized(self.len).unwrap_or(usize::MAX)
     }
 }
 
+/// Bytes that a slice of so many takes.
 fn sized(len: u64) -> Result<usize, CudaError> {
-    let wrong = CudaError::Length { len, granule: Slice::GRANULE };
-    if len == 0 || !len.is_multiple_of(Slice::GRANULE) {
-        return Err(wrong);
-    }
-    usize::try_from(len).map_err(|_too_long| wrong)
+    let whole = len.checked_next_multiple_of(Slice::GRANULE).filter(|_| len > 0);
+    whole.and_then(|whole| usize::try_from(whole).ok()).ok_or(CudaError::Length { len })
 }
 
 fn free(driver: &Driver, base: DevicePtr, bytes: usize) {

@@ -225,7 +225,7 @@ impl DmaEngine for Fleet {
         let all = self.engines().map(DmaEngine::caps);
         let both = |one: EngineCaps, other: EngineCaps| EngineCaps {
             max_transfer: one.max_transfer.min(other.max_transfer),
-            queue_depth: one.queue_depth.min(other.queue_depth),
+            queue_depth: one.queue_depth.max(other.queue_depth),
             reports_faults: one.reports_faults && other.reports_faults,
             max_mappings: one.max_mappings.min(other.max_mappings),
         };

@@ -48,12 +48,10 @@ pub enum CudaError {
         len: u64,
     },
     /// A length that is none of a slice.
-    #[error("A slice of a GPU has a multiple of {granule} bytes, at least one; {len} is not")]
+    #[error("A slice of a GPU cannot have {len} bytes")]
     Length {
         /// Bytes wanted.
         len: u64,
-        /// The granule.
-        granule: u64,
     },
     /// A call failed.
     #[error("{}", Call(call, *code, name))]
