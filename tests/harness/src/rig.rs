@@ -175,12 +175,22 @@ impl Rig {
 
     /// The same with a hook for the threads of the session.
     pub fn start_with(options: &RigOptions, thread_hook: Arc<dyn Fn(ThreadClass) + Send + Sync>) -> Result<Self> {
-        let dir = tempfile::Builder::new().prefix("peergate-rig-").tempdir()?;
-        let listener = UnixListener::bind(dir.path().join("sock"))?;
         let recorder = Arc::new(Recorder::default());
         let (device, memory) = host_device(options, Arc::clone(&recorder) as Arc<dyn Observer>)?;
         let journal = Some(options.journal.clone().unwrap_or_else(journal_words));
         let serve = Options { unsealed_memory: options.unsealed_memory, thread_hook, journal };
+        Self::over(device, memory, recorder, serve)
+    }
+
+    /// Serves a device that the caller has made, over memory that it is to be told of.
+    pub fn over(
+        device: Arc<Device>,
+        memory: Arc<dyn RamMap>,
+        recorder: Arc<Recorder>,
+        serve: Options,
+    ) -> Result<Self> {
+        let dir = tempfile::Builder::new().prefix("peergate-rig-").tempdir()?;
+        let listener = UnixListener::bind(dir.path().join("sock"))?;
         let session = std::thread::Builder::new()
             .name("rig".into())
             .spawn(move || vmm_vhost_user::serve(listener.into(), device, memory, &serve, || {}))?;
