@@ -9,11 +9,11 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
-use crate::kit::Kit;
+use crate::kit::{Kit, libraries};
 
 const DIRECTORY: u32 = 0o040_000;
 const REGULAR: u32 = 0o100_000;
@@ -113,7 +113,7 @@ impl Initramfs {
     /// # Errors
     /// When `ldd` cannot be run or does not find a library.
     pub fn program(&mut self, path: &str, host: &Path) -> Result<()> {
-        for library in shared_libraries(host)? {
+        for library in libraries::of_this_machine(host)? {
             let name = library.to_string_lossy().into_owned();
             self.file(&name, library, 0o755);
         }
@@ -186,35 +186,6 @@ fn write_entry(out: &mut impl Write, inode: u32, name: &str, mode: u32, bytes: &
         .context("Cannot write the initramfs")
 }
 
-/// What the dynamic loader would map for `program`, the loader itself included; nothing for a static one.
-fn shared_libraries(program: &Path) -> Result<Vec<PathBuf>> {
-    let output = Command::new("ldd").arg(program).env("LC_ALL", "C").output().context("Cannot run ldd")?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let complaint = String::from_utf8_lossy(&output.stderr);
-    let is_static = |text: &str| text.contains("statically linked") || text.contains("not a dynamic executable");
-    if is_static(&text) || is_static(&complaint) {
-        return Ok(Vec::new());
-    }
-    if !output.status.success() {
-        bail!("ldd {}: {}", program.display(), complaint.trim());
-    }
-    parse_ldd(&text).with_context(|| format!("{} cannot run in a guest", program.display()))
-}
-
-fn parse_ldd(text: &str) -> Result<Vec<PathBuf>> {
-    let mut libraries = Vec::new();
-    for line in text.lines().map(str::trim) {
-        let place = line.split_once("=>").map_or(line, |(_, place)| place.trim());
-        if place.starts_with("not found") {
-            bail!("Shared library missing on this machine: {line}");
-        }
-        if let Some(path) = place.split(" (").next().filter(|path| path.starts_with('/')) {
-            libraries.push(PathBuf::from(path));
-        }
-    }
-    Ok(libraries)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -249,21 +220,5 @@ mod tests {
                 assert!(paths[..i].iter().any(|p| *p == parent), "{path} before {parent}");
             }
         }
-    }
-
-    #[test]
-    fn ldd_lines_give_libraries_and_the_loader_but_not_the_vdso() {
-        let text = "\tlinux-vdso.so.1 (0x7ff)\n\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x7f)\n\t/lib64/ld-linux-x86-64.so.2 (0x7f)\n";
-        let expected = ["/lib/x86_64-linux-gnu/libc.so.6", "/lib64/ld-linux-x86-64.so.2"].map(PathBuf::from);
-        assert_eq!(parse_ldd(text).unwrap(), expected);
-        assert!(parse_ldd("\tlibx.so => not found\n").is_err());
-    }
-
-    #[test]
-    fn a_static_program_needs_no_library() {
-        let dir = tempfile::tempdir().unwrap();
-        let script = dir.path().join("script");
-        fs::write(&script, "#!/bin/sh\n").unwrap();
-        assert!(shared_libraries(&script).unwrap().is_empty());
     }
 }

@@ -52,9 +52,7 @@ impl Kit {
     /// # Errors
     /// When the tree's QEMU is too old.
     pub fn seen_at(&self, root: &Path) -> Result<Self> {
-        let qemu = super::qemu_of_tree(root, &self.stamp)?;
-        let kernel = self.stamp.kernel_release.clone();
-        Ok(Self { root: root.to_owned(), kernel, stamp: self.stamp.clone(), qemu })
+        Self::of_tree(root.to_owned(), self.stamp.clone())
     }
 
     /// Links what goes into the image into `stage`; gives its size in bytes.

@@ -10,8 +10,10 @@ pub mod debug;
 pub mod host;
 pub mod image;
 pub mod kernel;
+pub mod libraries;
 pub mod mirror;
 pub mod module;
+pub mod pack;
 pub mod tree;
 
 use std::path::{Path, PathBuf};
@@ -77,10 +79,15 @@ impl Kit {
     }
 
     fn with_tree(root: PathBuf, stamp: Stamp) -> Result<Self> {
-        let qemu = match qemu_on_path() {
-            Some(qemu) => qemu,
-            None => qemu_of_tree(&root, &stamp)?,
-        };
+        match qemu_on_path() {
+            Some(qemu) => Ok(Self { root, kernel: stamp.kernel_release.clone(), stamp, qemu }),
+            None => Self::of_tree(root, stamp),
+        }
+    }
+
+    /// A kit of a tree, with the tree's QEMU and its own kernel.
+    fn of_tree(root: PathBuf, stamp: Stamp) -> Result<Self> {
+        let qemu = qemu_of_tree(&root, &stamp)?;
         Ok(Self { root, kernel: stamp.kernel_release.clone(), stamp, qemu })
     }
 

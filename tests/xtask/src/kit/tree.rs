@@ -87,7 +87,6 @@ pub fn ensure() -> Result<(PathBuf, Stamp)> {
     if let Some(found) = open_in(&cache)? {
         return Ok(found);
     }
-    fs::create_dir_all(&cache).with_context(|| format!("Cannot create {}", cache.display()))?;
     let lock = lock(&cache, "kit")?;
     // The programs started below hold it too: one that outlives this run keeps the next from sweeping under its feet.
     fcntl_setfd(&lock, FdFlags::empty()).context("Cannot share the kit's lock")?;
@@ -121,7 +120,11 @@ fn kit_dir(cache: &Path) -> PathBuf {
 }
 
 fn open_in(cache: &Path) -> Result<Option<(PathBuf, Stamp)>> {
-    let dir = kit_dir(cache);
+    open_at(&kit_dir(cache))
+}
+
+/// As [`open`], of the tree in a folder.
+pub(super) fn open_at(dir: &Path) -> Result<Option<(PathBuf, Stamp)>> {
     let file = dir.join("kit.json");
     if !file.exists() {
         return Ok(None);
@@ -132,8 +135,15 @@ fn open_in(cache: &Path) -> Result<Option<(PathBuf, Stamp)>> {
     Ok(Some((dir.join("root"), stamp)))
 }
 
+/// Says what is in the tree of a folder; last of all, since it makes the tree one.
+pub(super) fn write_stamp(dir: &Path, stamp: &Stamp) -> Result<()> {
+    let text = serde_json::to_vec_pretty(stamp).context("Cannot write the stamp")?;
+    fs::write(dir.join("kit.json"), text).context("Cannot write the stamp")
+}
+
 /// Lets one run at a time make `what`, until the file is dropped; the kernel drops it for a process that dies.
 pub(crate) fn lock(cache: &Path, what: &str) -> Result<File> {
+    fs::create_dir_all(cache).with_context(|| format!("Cannot create {}", cache.display()))?;
     let path = cache.join(format!("{what}.lock"));
     let file = File::create(&path).with_context(|| format!("Cannot create {}", path.display()))?;
     if flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -156,8 +166,7 @@ fn build(cache: &Path) -> Result<(PathBuf, Stamp)> {
     unpack(&archive, &root, PACKAGES)?;
     eprintln!("kit: finishing the tree");
     let stamp = finish(&root)?;
-    let text = serde_json::to_vec_pretty(&stamp).context("Cannot write the stamp")?;
-    fs::write(new.join("kit.json"), text).context("Cannot write the stamp")?;
+    write_stamp(&new, &stamp)?;
     remove(&dir)?;
     fs::rename(&new, &dir).with_context(|| format!("Cannot rename to {}", dir.display()))?;
     eprintln!(
