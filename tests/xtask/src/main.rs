@@ -18,6 +18,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Bench(cmd::bench::BenchArgs),
+    Bundle(cmd::bundle::BundleArgs),
     Demo(cmd::demo::DemoArgs),
     Fuzz(cmd::fuzz::FuzzArgs),
     Kit(cmd::kit::KitArgs),
@@ -31,6 +32,7 @@ enum Command {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Bench(args) => cmd::bench::run(args),
+        Command::Bundle(args) => cmd::bundle::run(&args),
         Command::Fuzz(args) => cmd::fuzz::run(&args),
         Command::Demo(args) => cmd::demo::run(args),
         Command::Kit(args) => cmd::kit::run(&args),

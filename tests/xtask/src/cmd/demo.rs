@@ -1,10 +1,12 @@
 //! `cargo xtask demo`: the whole of Peergate in one run.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
-use xtask::demo::{self, Acts, Row};
+use xtask::demo::bundle::Bundle;
+use xtask::demo::{self, Acts, Row, Setting};
 use xtask::kit::{Kernel, Kit};
 
 /// Boot a Linux guest, move a real file between a GPU and an FPGA, and show every refusal; then have one of two guests attack the other
@@ -22,6 +24,13 @@ pub(crate) struct DemoArgs {
     /// The file to move, of at least 8 MiB; the guest's kernel image by default
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
+    /// The daemon's configuration for the first act in place of configs/demo.toml, without a [daemon] table: the tenant "demo" must have a GPU and an
+    /// FPGA between which copies go direct, with 64 MiB each and 512 mappings
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Build nothing: play with what `cargo xtask bundle` has put into this folder; with guests only the first act can be
+    #[arg(long, value_name = "DIR", conflicts_with = "kernel")]
+    bundle: Option<PathBuf>,
     /// The guest's kernel: newest, 6.12, 6.1 or debug
     #[arg(long, value_name = "KERNEL", default_value = "newest", conflicts_with = "no_vm")]
     kernel: Kernel,
@@ -39,10 +48,19 @@ pub(crate) fn run(args: DemoArgs) -> Result<()> {
         Some(_) => Acts::Second,
         None => Acts::Both,
     };
-    let rows = if args.no_vm {
-        demo::without_vm(acts, args.file.as_deref(), &mut report)?
-    } else {
-        demo::in_guest(&Kit::ensure()?.with_kernel(args.kernel)?, acts, args.file, &mut report)?
+    let setting = setting(args.config.as_deref(), args.file)?;
+    let bundle = args.bundle.as_deref().map(Bundle::open).transpose()?;
+    let rows = match (args.no_vm, bundle) {
+        (true, None) => demo::without_vm(acts, &setting, &mut report)?,
+        (true, Some(bundle)) => demo::play(&bundle.programs, acts, &setting, &mut report)?,
+        (false, None) => {
+            let bundle = Bundle::build(&Kit::ensure()?.with_kernel(args.kernel)?)?;
+            demo::in_guest(&bundle, acts, &setting, &mut report)?
+        }
+        (false, Some(bundle)) => {
+            ensure!(acts == Acts::First, "The second act's guests need a checkout and the whole kit; add --act 1");
+            demo::in_guest(&bundle, acts, &setting, &mut report)?
+        }
     };
     if !json {
         let is_operator = |row: &Row| row.name.starts_with("operator/");
@@ -63,6 +81,14 @@ pub(crate) fn run(args: DemoArgs) -> Result<()> {
         println!("\nAll {all} rows are as expected.");
     }
     Ok(())
+}
+
+fn setting(config: Option<&Path>, file: Option<PathBuf>) -> Result<Setting> {
+    let mut setting = Setting { file, ..Setting::default() };
+    if let Some(config) = config {
+        setting.config = fs::read_to_string(config).with_context(|| format!("Cannot read {}", config.display()))?;
+    }
+    Ok(setting)
 }
 
 fn table<'a>(title: &str, rows: impl Iterator<Item = &'a Row>) {

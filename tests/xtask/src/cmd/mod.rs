@@ -1,6 +1,7 @@
 //! One module a command of `cargo xtask`, and the step runner they share.
 
 pub(crate) mod bench;
+pub(crate) mod bundle;
 pub(crate) mod demo;
 pub(crate) mod evidence;
 pub(crate) mod fuzz;

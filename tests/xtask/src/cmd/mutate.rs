@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use tempfile::TempDir;
 use xtask::demo::programs::{Programs, target_dir};
-use xtask::demo::{self, Acts, WITHOUT_VM};
+use xtask::demo::{self, Acts, Setting, WITHOUT_VM};
 
 use super::mutations::{FUNCTIONS, LOSSES, MUTATIONS, Mutation, PROOFS};
 use super::{Steps, cargo, checkout};
@@ -87,7 +87,8 @@ type Judge = fn(&Programs, &Path, &Path) -> Option<String>;
 
 /// The demo without a VM: its first act or else its second.
 fn scenario(programs: &Programs, _tree: &Path, _target: &Path) -> Option<String> {
-    [Acts::First, Acts::Second].into_iter().find_map(|act| match demo::play(programs, act, None, &mut |_| {}) {
+    let setting = Setting::default();
+    [Acts::First, Acts::Second].into_iter().find_map(|act| match demo::play(programs, act, &setting, &mut |_| {}) {
         Ok(rows) => {
             let failed = rows.failed();
             let row = rows.all().iter().find(|row| !row.ok)?;

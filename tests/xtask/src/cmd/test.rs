@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use clap::Args;
+use xtask::demo::bundle::Bundle;
 use xtask::demo::programs::target_dir;
-use xtask::demo::{self, Acts, Row, Rows};
+use xtask::demo::{self, Acts, Row, Rows, Setting};
 use xtask::guest::accel;
 use xtask::kit::{Kernel, Kit};
 use xtask::lab::{self, Topology};
@@ -49,14 +50,15 @@ pub(crate) fn run(args: TestArgs) -> Result<()> {
     }
     steps.run("tests", || must(cargo(&["test", "--quiet", "--workspace", "--no-fail-fast"])));
     steps.run("loom models of the IOMMU", loom);
-    steps.run("the demo without a VM", || check(&demo::without_vm(Acts::Both, None, &mut |_| {})?));
+    steps.run("the demo without a VM", || check(&demo::without_vm(Acts::Both, &Setting::default(), &mut |_| {})?));
     if let Some(kit) = &kit {
         for kernel in GUESTS {
             let name = format!("the guest, Linux {}: self-test and driver tests", name(kit, kernel));
             steps.run(&name, || check(&demo::guest_tests(&kit.with_kernel(kernel)?, &mut |_| {})?));
         }
-        steps
-            .run("two guests: the demo's second act", || check(&demo::in_guest(kit, Acts::Second, None, &mut |_| {})?));
+        steps.run("two guests: the demo's second act", || {
+            check(&demo::in_guest(&Bundle::build(kit)?, Acts::Second, &Setting::default(), &mut |_| {})?)
+        });
         steps.run("the lab: VT-d, VFIO and guests under KVM", || {
             check(&lab::check(kit, &Topology::load(Path::new("default"))?, None, &mut |_| {})?)
         });

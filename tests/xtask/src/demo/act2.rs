@@ -17,8 +17,8 @@ use super::daemon::Daemon;
 use super::place;
 use super::rows::{Row, Rows};
 
-/// The configuration, in `configs/`.
-pub const CONFIG: &str = "two-tenants.toml";
+/// The configuration.
+pub const CONFIG: &str = include_str!("../../../../configs/two-tenants.toml");
 /// Its tenants.
 pub const TENANTS: [&str; 2] = ["a", "b"];
 

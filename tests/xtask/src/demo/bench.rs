@@ -9,11 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::TENANT;
 use super::daemon::Daemon;
 use super::guest::device_args;
 use super::programs::Programs;
-use super::shipped;
+use super::{CONFIG, TENANT};
 use crate::guest::{GuestSpec, Initramfs, boot};
 use crate::kit::Kit;
 
@@ -34,7 +33,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 pub fn in_guest(kit: &Kit, args: &[OsString]) -> Result<()> {
     let programs = Programs::build(&["vmm_daemon", "bench"])?;
     let module = programs.module(kit)?;
-    let daemon = Daemon::start_with(&programs, &shipped("demo.toml")?)?;
+    let daemon = Daemon::start_with(&programs, CONFIG)?;
     let results = daemon.scratch().join("results");
     let words: Vec<_> = args.iter().map(|word| word.to_string_lossy()).collect();
     ensure!(words.iter().all(|word| !word.contains('\'')), "Arguments of the guest's program have no quotes");

@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
+use super::bundle::Bundle;
 use super::daemon::Daemon;
 use super::programs::Programs;
 use super::rows::Rows;
@@ -23,6 +24,9 @@ use crate::kit::Kit;
 /// How many times longer everything may take on the debug kernel, and the memory that it needs with all that it notes down.
 pub(super) const DEBUG_IS_SLOWER: u32 = 10;
 pub(super) const DEBUG_MEMORY_MIB: u32 = 1024;
+
+/// Modules of the kernel's own that the driver needs.
+pub(super) const MODULES: [&str; 1] = ["virtio_pci"];
 
 /// How often a test guest's worker is ended.
 const LOSSES: u32 = 3;
@@ -57,16 +61,10 @@ impl Plan {
 ///
 /// # Errors
 /// When the guest did not run to its end; the message has the console.
-pub fn run(
-    kit: &Kit,
-    programs: &Programs,
-    module: &Path,
-    daemon: &mut Daemon,
-    plan: &Plan,
-    rows: &mut Rows,
-) -> Result<()> {
+pub fn run(bundle: &Bundle, daemon: &mut Daemon, plan: &Plan, rows: &mut Rows) -> Result<()> {
+    let kit = &bundle.kit;
     let results = daemon.scratch().join("results");
-    let spec = spec(kit, programs, module, plan)?;
+    let spec = spec(bundle, plan)?;
     let mut spec =
         spec.args(device_args(daemon, TENANT)?).args(["-serial"]).args([format!("file:{}", results.display())]);
     spec.timeout = plan.timeout;
@@ -129,7 +127,7 @@ pub(crate) fn root(kit: &Kit, programs: &Programs, module: &Path) -> Result<(Ini
     root.program("/bin/pgctl", &programs.path("pgctl"))?;
     root.file("/lib/peergate.ko", module, 0o644);
     let mut load = String::new();
-    for module in kit.kernel_modules(&["virtio_pci"])? {
+    for module in kit.kernel_modules(&MODULES)? {
         let path = format!("/lib/{}.ko", module.name);
         let _ = writeln!(load, "insmod {path}");
         root.file(&path, module.path, 0o644);
@@ -137,7 +135,8 @@ pub(crate) fn root(kit: &Kit, programs: &Programs, module: &Path) -> Result<(Ini
     Ok((root, load))
 }
 
-fn spec(kit: &Kit, programs: &Programs, module: &Path, plan: &Plan) -> Result<GuestSpec> {
+fn spec(bundle: &Bundle, plan: &Plan) -> Result<GuestSpec> {
+    let Bundle { kit, programs, module } = bundle;
     let (mut root, load) = root(kit, programs, module)?;
     root.file("/data/input", &plan.file, 0o644);
     if let Some(dawdling) = &plan.driver_tests {

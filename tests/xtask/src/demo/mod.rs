@@ -10,6 +10,7 @@ pub mod act2;
 pub mod actor;
 pub mod bench;
 pub mod broker;
+pub mod bundle;
 pub mod daemon;
 pub mod debug;
 pub mod driver;
@@ -20,15 +21,14 @@ pub mod programs;
 pub mod rows;
 pub mod stage;
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
 use crate::kit::Kit;
-use crate::work::checkout;
 use actor::Actor;
+use bundle::Bundle;
 use daemon::Daemon;
 use programs::Programs;
 pub use rows::{Row, Rows};
@@ -36,7 +36,9 @@ pub use rows::{Row, Rows};
 /// Packages that the scenario needs without a guest.
 pub const WITHOUT_VM: &[&str] = &["vmm_daemon", "e2e"];
 
-/// The tenant of `configs/demo.toml`.
+/// The configuration of the first act, unless there is another one, and of the guest's tests.
+const CONFIG: &str = include_str!("../../../../configs/demo.toml");
+/// The tenant of such a configuration.
 pub const TENANT: &str = "demo";
 
 /// Which acts to play.
@@ -50,27 +52,46 @@ pub enum Acts {
     Both,
 }
 
+/// What the first act is played with.
+#[derive(Debug, Clone)]
+pub struct Setting {
+    /// The daemon's configuration, without a `[daemon]` table: tenant `demo` has a GPU and an FPGA, and pieces that cross between them go direct.
+    pub config: String,
+    /// The file to move, of at least 8 MiB; without one, the guest's kernel image in a guest and a pattern without a guest.
+    pub file: Option<PathBuf>,
+}
+
+impl Default for Setting {
+    fn default() -> Self {
+        Self { config: CONFIG.to_owned(), file: None }
+    }
+}
+
 /// Plays in guests; a row is reported as soon as it is known. Blocks until everything has ended.
 ///
 /// # Errors
 /// When the play did not come to its end.
-pub fn in_guest<'r>(kit: &Kit, acts: Acts, file: Option<PathBuf>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
-    let programs = Programs::build(&["vmm_daemon", "pgctl"])?;
-    let module = programs.module(kit)?;
+pub fn in_guest<'r>(
+    bundle: &Bundle,
+    acts: Acts,
+    setting: &Setting,
+    report: &'r mut dyn FnMut(&Row),
+) -> Result<Rows<'r>> {
+    let Bundle { kit, programs, module } = bundle;
     let mut rows = Rows::new(report);
     if acts != Acts::Second {
-        let mut daemon = Daemon::start_with(&programs, &shipped("demo.toml")?)?;
-        let plan = guest::Plan::demo(file.unwrap_or_else(|| kit.kernel_image()));
-        guest::run(kit, &programs, &module, &mut daemon, &plan, &mut rows)?;
+        let mut daemon = Daemon::start_with(programs, &setting.config)?;
+        let plan = guest::Plan::demo(setting.file.clone().unwrap_or_else(|| kit.kernel_image()));
+        guest::run(bundle, &mut daemon, &plan, &mut rows)?;
         finish(daemon, &mut rows)?;
     }
     if acts != Acts::First {
         let liar = stage::lying_module(kit)?;
-        second_act(&programs, &mut rows, |daemon| {
+        second_act(programs, &mut rows, |daemon| {
             eprintln!("booting two guests");
             let [a, b] = act2::TENANTS;
-            let a = stage::start(kit, &programs, &module, daemon, a)?;
-            let b = stage::start(kit, &programs, &liar, daemon, b)?;
+            let a = stage::start(kit, programs, module, daemon, a)?;
+            let b = stage::start(kit, programs, &liar, daemon, b)?;
             Ok([a.actor()?, b.actor()?])
         })?;
     }
@@ -83,18 +104,16 @@ pub fn in_guest<'r>(kit: &Kit, acts: Acts, file: Option<PathBuf>, report: &'r mu
 /// # Errors
 /// When it could not run to its end.
 pub fn guest_tests<'r>(kit: &Kit, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
-    let programs = Programs::build(&["vmm_daemon", "pgctl"])?;
-    let module = programs.module(kit)?;
-    let config = shipped("demo.toml")?;
+    let bundle = Bundle::build(kit)?;
     let link = "link = { bandwidth = \"256MB/s\", latency = \"20us\" }";
-    let config = format!("{config}\n{}", operator::SPARE);
+    let config = format!("{CONFIG}\n{}", operator::SPARE);
     let slow = config.lines().flat_map(|line| [line, if line.starts_with("kind = ") { link } else { "" }]);
     let slow = slow.collect::<Vec<_>>().join("\n");
     ensure!(slow.contains(link), "configs/demo.toml has no device to slow down");
-    let mut daemon = Daemon::start_with(&programs, &slow)?;
+    let mut daemon = Daemon::start_with(&bundle.programs, &slow)?;
     let mut rows = Rows::new(report);
     let plan = guest::Plan::tests(kit.kernel_image(), driver::dawdling_module(kit)?);
-    guest::run(kit, &programs, &module, &mut daemon, &plan, &mut rows)?;
+    guest::run(&bundle, &mut daemon, &plan, &mut rows)?;
     finish(daemon, &mut rows)?;
     Ok(rows)
 }
@@ -103,8 +122,8 @@ pub fn guest_tests<'r>(kit: &Kit, report: &'r mut dyn FnMut(&Row)) -> Result<Row
 ///
 /// # Errors
 /// When the play did not come to its end.
-pub fn without_vm<'r>(acts: Acts, file: Option<&Path>, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
-    play(&Programs::build(WITHOUT_VM)?, acts, file, report)
+pub fn without_vm<'r>(acts: Acts, setting: &Setting, report: &'r mut dyn FnMut(&Row)) -> Result<Rows<'r>> {
+    play(&Programs::build(WITHOUT_VM)?, acts, setting, report)
 }
 
 /// As [`without_vm`], with programs that are already built.
@@ -114,13 +133,13 @@ pub fn without_vm<'r>(acts: Acts, file: Option<&Path>, report: &'r mut dyn FnMut
 pub fn play<'r>(
     programs: &Programs,
     acts: Acts,
-    file: Option<&Path>,
+    setting: &Setting,
     report: &'r mut dyn FnMut(&Row),
 ) -> Result<Rows<'r>> {
     let mut rows = Rows::new(report);
     if acts != Acts::Second {
-        let daemon = Daemon::start_with(programs, &shipped("demo.toml")?)?;
-        programs.scenario(&daemon, file, &mut rows)?;
+        let daemon = Daemon::start_with(programs, &setting.config)?;
+        programs.scenario(&daemon, setting.file.as_deref(), &mut rows)?;
         finish(daemon, &mut rows)?;
     }
     if acts != Acts::First {
@@ -138,10 +157,9 @@ fn second_act(
     rows: &mut Rows<'_>,
     actors: impl FnOnce(&Daemon) -> Result<[Actor; 2]>,
 ) -> Result<()> {
-    let config = shipped(act2::CONFIG)?;
     let rate = format!("control_rate = {}\n", act2::CONTROL_RATE);
-    ensure!(config.contains(&rate), "configs/{} does not read {rate:?}", act2::CONFIG);
-    let mut daemon = Daemon::start_with(programs, &config)?;
+    ensure!(act2::CONFIG.contains(&rate), "configs/two-tenants.toml does not read {rate:?}");
+    let mut daemon = Daemon::start_with(programs, act2::CONFIG)?;
     let started = Instant::now();
     let played = actors(&daemon).and_then(|[mut a, mut b]| {
         act2::play(&mut daemon, &mut a, &mut b, rows)?;
@@ -159,11 +177,6 @@ fn second_act(
         rows.add(Row { name: format!("tenants/{}", row.name), ..row });
     }
     Ok(())
-}
-
-/// A configuration of `configs/`.
-fn shipped(name: &str) -> Result<String> {
-    fs::read_to_string(checkout().join("configs").join(name)).with_context(|| format!("Cannot read configs/{name}"))
 }
 
 /// The operator's side, and the end of the daemon.

@@ -48,7 +48,13 @@ impl Programs {
             command.args(["--package", package]);
         }
         must(command).context("The programs do not build")?;
-        Ok(Self { dir: target.join(if profile == "dev" { "debug" } else { profile }) })
+        Ok(Self::at(target.join(if profile == "dev" { "debug" } else { profile })))
+    }
+
+    /// Programs that are already there, in this folder.
+    #[must_use]
+    pub fn at(dir: PathBuf) -> Self {
+        Self { dir }
     }
 
     /// A command that runs a built program.
