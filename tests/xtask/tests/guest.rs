@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
 
-use xtask::guest::{GuestSpec, Initramfs, boot};
+use xtask::guest::{Accel, GuestSpec, Initramfs, boot};
 use xtask::kit::Kit;
 
 fn kit() -> Option<Kit> {
@@ -38,6 +38,32 @@ fn a_guest_runs_a_program_of_the_host_and_powers_off() {
     for expected in [format!("kernel {}", kit.kernel_release()), "/etc/said".into(), "from the host".into()] {
         assert!(lines.contains(&expected), "{expected} is not in {lines:#?}");
     }
+}
+
+#[test]
+fn a_packed_kit_has_all_that_a_guest_needs_and_nothing_of_this_machine() {
+    let Some(kit) = kit() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    assert!(Kit::packed_in(dir.path()).unwrap().is_none());
+    // Built in, on its own and with others that it needs.
+    let modules = ["virtio_pci", "vfio_pci"];
+    kit.pack(&modules, dir.path()).unwrap();
+    let packed = Kit::packed_in(dir.path()).unwrap().expect("what was packed is a kit");
+    packed.libraries("usr/bin/qemu-system-x86_64").expect("every library is packed");
+    let names = |kit: &Kit| kit.kernel_modules(&modules).unwrap().into_iter().map(|m| m.name).collect::<Vec<_>>();
+    assert_eq!(names(&packed), names(&kit));
+    assert!(packed.kernel_modules(&modules).unwrap().iter().all(|module| module.path.starts_with(dir.path())));
+
+    let mut spec = GuestSpec::new(root(&packed, "echo kernel $(uname -r)"));
+    // What no machine lacks.
+    spec.accel = Some(Accel::Tcg);
+    let mut lines = Vec::new();
+    boot(&packed, &spec, |line| {
+        lines.push(line.to_owned());
+        ControlFlow::Continue(())
+    })
+    .unwrap();
+    assert!(lines.contains(&format!("kernel {}", kit.kernel_release())), "{lines:#?}");
 }
 
 #[test]

@@ -24,8 +24,8 @@ pub(crate) struct DemoArgs {
     /// The file to move, of at least 8 MiB; the guest's kernel image by default
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// The daemon's configuration for the first act in place of configs/demo.toml, without a [daemon] table: the tenant "demo" must have a GPU and an
-    /// FPGA between which copies go direct, with 64 MiB each and 512 mappings
+    /// The daemon's configuration for the first act in place of configs/demo.toml: the tenant "demo" must have a GPU and an
+    /// FPGA of 64 MiB or more, between which copies go direct, and a limit of some hundred mappings
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Build nothing: play with what `cargo xtask bundle` has put into this folder; with guests only the first act can be

@@ -58,7 +58,11 @@ impl Bundle {
     pub fn pack(&self, dir: &Path) -> Result<()> {
         let place = || format!("Cannot make {}", dir.display());
         fs::create_dir_all(dir).with_context(place)?;
-        ensure!(fs::read_dir(dir).with_context(place)?.next().is_none(), "{} is not empty", dir.display());
+        ensure!(
+            fs::read_dir(dir).with_context(place)?.next().is_none(),
+            "{} is not empty; name a new folder",
+            dir.display()
+        );
         let programs = Programs::build(&["xtask", "e2e"])?;
         for name in PROGRAMS {
             copy(&programs.path(name), &dir.join(name))?;

@@ -22,6 +22,9 @@ use super::programs::Programs;
 /// How long the daemon may take to be ready, and to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// The head of the daemon's own table.
+const DAEMON: &str = "\n[daemon]\n";
+
 /// What the log says of a worker that was killed.
 const KILLED: &str = "The worker has failed: signal: 9";
 
@@ -37,7 +40,7 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `peergated` on a configuration given as text, which must have no `[daemon]` table, and waits until it says that it is ready.
+    /// Starts `peergated` on a configuration given as text, in a runtime directory of its own, and waits until it says that it is ready.
     ///
     /// # Errors
     /// When it does not start; the message has its log.
@@ -45,8 +48,7 @@ impl Daemon {
         let dir = TempDir::with_prefix("peergate-").context("Cannot create a temporary folder")?;
         let file = dir.path().join("peergated.toml");
         let run = dir.path().join("run");
-        let text = format!("[daemon]\nruntime_dir = {:?}\n\n{config}", run.display().to_string());
-        fs::write(&file, text).context("Cannot write the configuration")?;
+        fs::write(&file, with_runtime_dir(config, &run)).context("Cannot write the configuration")?;
         let mut child = programs
             .command("peergated")
             .arg("--config")
@@ -185,10 +187,34 @@ impl Daemon {
     }
 }
 
+/// The configuration with a runtime directory, in its `[daemon]` table if it has one.
+fn with_runtime_dir(config: &str, dir: &Path) -> String {
+    let config = format!("\n{config}");
+    let (before, after) = config.split_once(DAEMON).unwrap_or(("", &config));
+    format!("{before}{DAEMON}runtime_dir = {:?}\n{after}", dir.display().to_string())
+}
+
 impl Drop for Daemon {
     fn drop(&mut self) {
         // Both fail only for a process that has already been waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_runtime_dir_goes_into_the_daemons_table_wherever_it_is() {
+        for config in
+            ["", "[[device]]\nname = \"[daemon]\"\n", "# Why\n[daemon]\nlog = \"debug\"\n[x]\n", "[x]\n\n[daemon]\n"]
+        {
+            let mut expected: toml::Table = config.parse().unwrap();
+            let daemon = expected.entry("daemon").or_insert_with(|| toml::Table::new().into());
+            daemon.as_table_mut().unwrap().insert("runtime_dir".into(), "/run/x".into());
+            assert_eq!(with_runtime_dir(config, Path::new("/run/x")).parse::<toml::Table>().unwrap(), expected);
+        }
     }
 }

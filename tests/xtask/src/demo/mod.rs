@@ -55,7 +55,7 @@ pub enum Acts {
 /// What the first act is played with.
 #[derive(Debug, Clone)]
 pub struct Setting {
-    /// The daemon's configuration, without a `[daemon]` table: tenant `demo` has a GPU and an FPGA, and pieces that cross between them go direct.
+    /// The daemon's configuration: tenant `demo` has a GPU and an FPGA, and pieces that cross between them go direct.
     pub config: String,
     /// The file to move, of at least 8 MiB; without one, the guest's kernel image in a guest and a pattern without a guest.
     pub file: Option<PathBuf>,
