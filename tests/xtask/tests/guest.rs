@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
 
-use xtask::guest::{Accel, GuestSpec, Initramfs, boot};
+use xtask::guest::{Accel, Guest, GuestSpec, Initramfs, Said, boot};
 use xtask::kit::Kit;
 
 fn kit() -> Option<Kit> {
@@ -57,13 +57,14 @@ fn a_packed_kit_has_all_that_a_guest_needs_and_nothing_of_this_machine() {
     let mut spec = GuestSpec::new(root(&packed, "echo kernel $(uname -r)"));
     // What no machine lacks.
     spec.accel = Some(Accel::Tcg);
+    let mut guest = Guest::start(&packed, &spec).unwrap();
     let mut lines = Vec::new();
-    boot(&packed, &spec, |line| {
-        lines.push(line.to_owned());
-        ControlFlow::Continue(())
-    })
-    .unwrap();
-    assert!(lines.contains(&format!("kernel {}", kit.kernel_release())), "{lines:#?}");
+    while let Some(said) = guest.said().unwrap() {
+        lines.push(said);
+    }
+    guest.finish().unwrap();
+    assert!(lines.contains(&Said::Guest(format!("kernel {}", kit.kernel_release()))), "{lines:#?}");
+    assert!(lines.iter().all(|line| matches!(line, Said::Guest(_))), "QEMU misses something: {lines:#?}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use xtask::demo::bundle::Bundle;
 use xtask::demo::programs::target_dir;
@@ -59,6 +59,7 @@ pub(crate) fn run(args: TestArgs) -> Result<()> {
         steps.run("two guests: the demo's second act", || {
             check(&demo::in_guest(&Bundle::build(kit)?, Acts::Second, &Setting::default(), &mut |_| {})?)
         });
+        steps.run("a bundle: the demo's first act", || from_bundle(kit));
         steps.run("the lab: VT-d, VFIO and guests under KVM", || {
             check(&lab::check(kit, &Topology::load(Path::new("default"))?, None, &mut |_| {})?)
         });
@@ -94,6 +95,13 @@ fn modules(steps: &mut Steps, kit: &Kit) {
 /// What a step calls a kernel; known before the kernel is there.
 fn name(kit: &Kit, kernel: Kernel) -> String {
     if kernel == Kernel::Newest { kit.kernel_name() } else { kernel.name().to_owned() }
+}
+
+/// The demo's first act with what a bundle has.
+fn from_bundle(kit: &Kit) -> Result<()> {
+    let dir = tempfile::tempdir().context("Cannot create a temporary folder")?;
+    Bundle::build(kit)?.pack(dir.path())?;
+    check(&demo::in_guest(&Bundle::open(dir.path())?, Acts::First, &Setting::default(), &mut |_| {})?)
 }
 
 /// Every interleaving of a few threads on the pin protocol, in a target directory of its own: the flag would rebuild everything else.
