@@ -183,12 +183,7 @@ impl Rig {
     }
 
     /// Serves a device that the caller has made, over memory that it is to be told of.
-    pub fn over(
-        device: Arc<Device>,
-        memory: Arc<dyn RamMap>,
-        recorder: Arc<Recorder>,
-        serve: Options,
-    ) -> Result<Self> {
+    pub fn over(device: Arc<Device>, memory: Arc<dyn RamMap>, recorder: Arc<Recorder>, serve: Options) -> Result<Self> {
         let dir = tempfile::Builder::new().prefix("peergate-rig-").tempdir()?;
         let listener = UnixListener::bind(dir.path().join("sock"))?;
         let session = std::thread::Builder::new()

@@ -1,0 +1,234 @@
+//! The CUDA driver as a program without Peergate uses it: what the rivals are made of. Independent of `hw_cuda` on purpose.
+//!
+//! Not here: what is measured.
+
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use libloading::Library;
+
+type Opaque = *mut c_void;
+/// How the driver's functions look; none takes more than these.
+type Answer = c_uint;
+
+macro_rules! functions {
+    ($($field:ident: $symbol:literal = fn($($argument:ty),*);)*) => {
+        struct Functions {
+            $($field: unsafe extern "C" fn($($argument),*) -> Answer,)*
+        }
+
+        impl Functions {
+            fn find(library: &Library) -> Result<Self> {
+                Ok(Self {
+                    // SAFETY: these are the prototypes of cuda.h.
+                    $($field: *unsafe { library.get($symbol) }.context(concat!("The driver has no ", $symbol))?,)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    context_retain: "cuDevicePrimaryCtxRetain" = fn(*mut Opaque, c_int);
+    context_set: "cuCtxSetCurrent" = fn(Opaque);
+    stream_create: "cuStreamCreate" = fn(*mut Opaque, c_uint);
+    stream_wait: "cuStreamSynchronize" = fn(Opaque);
+    stream_destroy: "cuStreamDestroy_v2" = fn(Opaque);
+    register: "cuMemHostRegister_v2" = fn(*mut c_void, usize, c_uint);
+    unregister: "cuMemHostUnregister" = fn(*mut c_void);
+    out: "cuMemcpyDtoH_v2" = fn(*mut c_void, u64, usize);
+    into: "cuMemcpyHtoD_v2" = fn(u64, *const c_void, usize);
+    copy: "cuMemcpyAsync" = fn(u64, u64, usize, Opaque);
+    load: "cuModuleLoadData" = fn(*mut Opaque, *const c_void);
+    function: "cuModuleGetFunction" = fn(*mut Opaque, Opaque, *const c_char);
+    launch: "cuLaunchKernel" = fn(Opaque, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Opaque, *mut *mut c_void, *mut *mut c_void);
+}
+
+/// The primary context of a GPU.
+pub(crate) struct Cuda {
+    functions: Functions,
+    context: usize,
+    _library: Library,
+}
+
+impl Cuda {
+    /// The driver must have been initialised.
+    pub(crate) fn new(ordinal: i32) -> Result<Arc<Self>> {
+        // SAFETY: it is the driver's library.
+        let library = unsafe { Library::new("libcuda.so.1") }.context("There is no CUDA driver")?;
+        let functions = Functions::find(&library)?;
+        let mut context = ptr::null_mut();
+        // SAFETY: the driver writes one pointer.
+        ok("cuDevicePrimaryCtxRetain", unsafe { (functions.context_retain)(&raw mut context, ordinal) })?;
+        let cuda = Self { functions, context: context as usize, _library: library };
+        cuda.enter()?;
+        Ok(Arc::new(cuda))
+    }
+
+    /// Makes the context that of the calling thread.
+    pub(crate) fn enter(&self) -> Result<()> {
+        // SAFETY: the context lives as long as the process.
+        ok("cuCtxSetCurrent", unsafe { (self.functions.context_set)(self.context as Opaque) })
+    }
+
+    pub(crate) fn stream(self: &Arc<Self>) -> Result<Stream> {
+        let mut stream = ptr::null_mut();
+        // SAFETY: the driver writes one pointer.
+        ok("cuStreamCreate", unsafe { (self.functions.stream_create)(&raw mut stream, 1) })?;
+        Ok(Stream { cuda: Arc::clone(self), handle: stream as usize })
+    }
+
+    /// Copies between a GPU and memory that is not registered: the driver's own staging.
+    pub(crate) fn pageable(&self, host: u64, device: u64, len: u64, way: Way) -> Result<()> {
+        let len = usize::try_from(len)?;
+        // SAFETY: the callers' buffers are that long.
+        ok("cuMemcpy", unsafe {
+            match way {
+                Way::Out => (self.functions.out)(host as *mut c_void, device, len),
+                Way::In => (self.functions.into)(device, host as *const c_void, len),
+            }
+        })
+    }
+
+    pub(crate) fn kernel(&self, ptx: &str, name: &str) -> Result<Kernel> {
+        let (text, name) = (CString::new(ptx)?, CString::new(name)?);
+        let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the driver reads a string and writes one pointer.
+        ok("cuModuleLoadData", unsafe { (self.functions.load)(&raw mut module, text.as_ptr().cast()) })?;
+        // SAFETY: as above.
+        ok("cuModuleGetFunction", unsafe { (self.functions.function)(&raw mut function, module, name.as_ptr()) })?;
+        Ok(Kernel(function as usize))
+    }
+}
+
+/// From or to the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Out,
+    In,
+}
+
+/// A function of a module.
+#[derive(Clone, Copy)]
+pub(crate) struct Kernel(usize);
+
+pub(crate) struct Stream {
+    cuda: Arc<Cuda>,
+    handle: usize,
+}
+
+impl Stream {
+    /// Begins a copy between a GPU and registered memory.
+    pub(crate) fn copy(&self, host: u64, device: u64, len: u64, way: Way) -> Result<()> {
+        let (dst, src) = match way {
+            Way::Out => (host, device),
+            Way::In => (device, host),
+        };
+        // SAFETY: the callers' buffers are that long, and stay until they have waited.
+        ok("cuMemcpyAsync", unsafe {
+            (self.cuda.functions.copy)(dst, src, usize::try_from(len)?, self.handle as Opaque)
+        })
+    }
+
+    pub(crate) fn wait(&self) -> Result<()> {
+        // SAFETY: the stream is this one's.
+        ok("cuStreamSynchronize", unsafe { (self.cuda.functions.stream_wait)(self.handle as Opaque) })
+    }
+
+    /// Starts a kernel in a grid of blocks. `arguments` are the addresses of its parameters.
+    pub(crate) fn launch(
+        &self,
+        kernel: Kernel,
+        grid: [u32; 2],
+        block: [u32; 2],
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
+        // SAFETY: the callers pass what the kernel takes.
+        ok("cuLaunchKernel", unsafe {
+            (self.cuda.functions.launch)(
+                kernel.0 as Opaque,
+                grid[0],
+                grid[1],
+                1,
+                block[0],
+                block[1],
+                1,
+                0,
+                self.handle as Opaque,
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it.
+        let _ = unsafe { (self.cuda.functions.stream_destroy)(self.handle as Opaque) };
+    }
+}
+
+/// Memory of this process that the GPU may reach.
+pub(crate) struct Registered<'a> {
+    cuda: Arc<Cuda>,
+    pub(crate) bytes: &'a mut [u8],
+}
+
+impl<'a> Registered<'a> {
+    pub(crate) fn new(cuda: &Arc<Cuda>, bytes: &'a mut [u8]) -> Result<Self> {
+        // SAFETY: the bytes are borrowed for as long as they are registered.
+        ok("cuMemHostRegister", unsafe { (cuda.functions.register)(bytes.as_mut_ptr().cast(), bytes.len(), 3) })?;
+        Ok(Self { cuda: Arc::clone(cuda), bytes })
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.bytes.as_ptr() as u64
+    }
+}
+
+impl Drop for Registered<'_> {
+    fn drop(&mut self) {
+        // SAFETY: it was registered.
+        let _ = unsafe { (self.cuda.functions.unregister)(self.bytes.as_mut_ptr().cast()) };
+    }
+}
+
+fn ok(call: &str, answer: Answer) -> Result<()> {
+    ensure!(answer == 0, "{call} failed with {answer}");
+    Ok(())
+}
+
+/// Compiles CUDA C++ for this GPU's architecture.
+pub(crate) fn compile(source: &str, architecture: &str) -> Result<String> {
+    let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
+    // SAFETY: it is NVIDIA's compiler.
+    let library = names.into_iter().find_map(|name| unsafe { Library::new(name) }.ok());
+    let library = library.context("There is no NVRTC (libnvrtc.so); install CUDA's run-time compiler")?;
+    // SAFETY: the prototypes of nvrtc.h.
+    unsafe {
+        type Create = unsafe extern "C" fn(*mut Opaque, *const c_char, *const c_char, c_int, Opaque, Opaque) -> Answer;
+        type Compile = unsafe extern "C" fn(Opaque, c_int, *const *const c_char) -> Answer;
+        type Size = unsafe extern "C" fn(Opaque, *mut usize) -> Answer;
+        type Text = unsafe extern "C" fn(Opaque, *mut c_char) -> Answer;
+        let (text, option) = (CString::new(source)?, CString::new(format!("--gpu-architecture={architecture}"))?);
+        let mut program = ptr::null_mut();
+        let create = library.get::<Create>("nvrtcCreateProgram")?;
+        ok(
+            "nvrtcCreateProgram",
+            create(&raw mut program, text.as_ptr(), ptr::null(), 0, ptr::null_mut(), ptr::null_mut()),
+        )?;
+        ok(
+            "nvrtcCompileProgram",
+            library.get::<Compile>("nvrtcCompileProgram")?(program, 1, [option.as_ptr()].as_ptr()),
+        )?;
+        let mut len = 0;
+        ok("nvrtcGetPTXSize", library.get::<Size>("nvrtcGetPTXSize")?(program, &raw mut len))?;
+        let mut ptx = vec![0_u8; len];
+        ok("nvrtcGetPTX", library.get::<Text>("nvrtcGetPTX")?(program, ptx.as_mut_ptr().cast()))?;
+        ptx.pop();
+        Ok(String::from_utf8(ptx)?)
+    }
+}

@@ -1,0 +1,241 @@
+//! A GPU's slice and apertures of other owners behind one device, which a front-end in this process drives.
+//!
+//! An aperture is memory of a file that somebody else could have: what a VFIO device's BAR would be, with memory of the host in place of the BAR. So a copy
+//! between the GPU and an aperture is one by the GPU's copy engine from or to memory of the host that another owner has mapped. It is no copy over PCIe
+//! from one device to another.
+//!
+//! Not here: what is measured.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use harness::rig::{EndpointKind, Recorder, endpoint, journal_words};
+use harness::{DriverOptions, InProcessDriver, Rig};
+use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
+use hw_engine::{EndpointSpec, Fleet, Member, Memory, RamMap};
+use hw_host::{HostEngine, HostMemory};
+use iommu_addr::EndpointId;
+use peergate_guest::uapi::{self, Alloc, Completion, Peer, Work};
+use peergate_guest::{Channel, Driver as _, Error, Status, TransferPath};
+use rustix::fs::SealFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+use vdev_device::{Device, DeviceSpec, Limits, Observer, Reach};
+
+use crate::raw::{Cuda, Way};
+use crate::rivals::Job;
+
+/// Bytes of the GPU's slice, of the first aperture, and of each other one.
+pub(crate) const SLICE: u64 = 1 << 30;
+pub(crate) const OTHER: u64 = 64 << 20;
+pub(crate) const APERTURES: usize = 8;
+
+/// Work that is on its way at a time.
+const DEPTH: u64 = 128;
+/// Streams of the guest's, so that work need not wait for work before it.
+const STREAMS: u64 = 64;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// An aperture, as its owner and as the device has it.
+pub(crate) struct Aperture {
+    /// Where its owner has it mapped.
+    pub(crate) address: u64,
+    pub(crate) len: u64,
+    iova: u64,
+}
+
+pub(crate) struct World {
+    pub(crate) gpu: Arc<Gpu>,
+    pub(crate) cuda: Arc<Cuda>,
+    /// The slice's address on the GPU.
+    pub(crate) device: u64,
+    pub(crate) apertures: Vec<Aperture>,
+    slice: Alloc,
+    channel: Box<dyn Channel>,
+    _driver: InProcessDriver,
+    _rig: Rig,
+}
+
+impl World {
+    pub(crate) fn new(which: Option<&str>, settings: Settings) -> Result<Self> {
+        let driver = Driver::load()?;
+        let first = driver.gpus()?.first().context("There is no GPU")?.address.clone();
+        let gpu = Gpu::open(&driver, which.unwrap_or(&first))?;
+        let cuda = Cuda::new(gpu.info().ordinal)?;
+        let slice = Slice::new(&gpu, SLICE)?;
+        let device = slice.base();
+        let memory = Arc::new(HostMemory::new());
+        let mut specs = vec![EndpointSpec { granularity: Slice::GRANULE, ..endpoint(0, EndpointKind::Gpu, SLICE) }];
+        let mut mapped = Vec::new();
+        for number in 1..=APERTURES {
+            let len = if number == 1 { SLICE } else { OTHER };
+            let spec = endpoint(u16::try_from(number)?, EndpointKind::Fpga, len);
+            let file = harness::ram::memory_file(len, SealFlags::SHRINK)?;
+            memory.add_aperture(spec.id, &file, len)?;
+            mapped.push((map(&file, len)?, len));
+            specs.push(spec);
+        }
+        let (device_of, ram) = serve(slice, specs, memory, settings)?;
+        let serve = vmm_vhost_user::Options { journal: Some(journal_words()), ..vmm_vhost_user::Options::default() };
+        let recorder = Arc::new(Recorder::default());
+        let rig = Rig::over(device_of, ram, recorder, serve)?;
+        let options = DriverOptions { polling: true, ram: 16 << 20, ..DriverOptions::default() };
+        let driver = InProcessDriver::connect(&rig.socket(), options)?;
+        let channel = driver.open()?;
+        let slice = alloc(&*channel, 0, SLICE)?;
+        let mut apertures = Vec::new();
+        for (index, (address, len)) in mapped.into_iter().enumerate() {
+            let buffer = alloc(&*channel, u32::try_from(index + 1)?, len)?;
+            let rights = uapi::READ | uapi::WRITE;
+            let peer = Peer {
+                op: uapi::PEER_ENABLE,
+                accessor: slice.endpoint,
+                owner: buffer.endpoint,
+                rights,
+                ..Peer::default()
+            };
+            channel.peer(peer)?;
+            apertures.push(Aperture { address, len, iova: buffer.iova });
+        }
+        Ok(Self { gpu, cuda, device, apertures, slice, channel, _driver: driver, _rig: rig })
+    }
+
+    /// Transfers between the beginnings of the slice and the first aperture, as many as make up `bytes`.
+    pub(crate) fn job(&self, len: u64, bytes: u64, way: Way) -> Job {
+        let count = (bytes / len).max(1);
+        Job { device: self.device, aperture: self.apertures[0].address, len, count, way }
+    }
+
+    fn iova(&self, aperture: u64) -> u64 {
+        let found = self.apertures.iter().find(|it| (it.address..it.address + it.len).contains(&aperture));
+        found.map_or(0, |it| it.iova + (aperture - it.address))
+    }
+
+    /// Has the device make the transfers, and waits until all have ended.
+    pub(crate) fn direct(&self, jobs: &[Job]) -> Result<Duration> {
+        let most = jobs.iter().map(|job| job.count).max().unwrap_or(0);
+        let all = (0..most).flat_map(|n| jobs.iter().filter(move |job| n < job.count).map(move |job| (n, job)));
+        let work: Vec<Work> = all.enumerate().map(|(index, (n, job))| self.copy(index as u64, n, job)).collect();
+        let start = Instant::now();
+        let (mut sent, mut done) = (0, 0);
+        let mut ended = vec![Completion::default(); usize::try_from(DEPTH)?];
+        while done < work.len() {
+            let room = usize::try_from(DEPTH)? - (sent - done);
+            let next = &work[sent..(sent + room).min(work.len())];
+            if !next.is_empty() {
+                match self.channel.submit(0, next) {
+                    Ok(taken) => sent += taken,
+                    Err(Error::Refused { status: Status::Busy, .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            let count = self.channel.completions(&mut ended, 1, Instant::now() + PATIENCE)?;
+            ensure!(count > 0, "The device completed nothing in time");
+            for completion in &ended[..count] {
+                let (status, path) = (Status::from_raw(completion.status), TransferPath::from_raw(completion.path));
+                ensure!(status == Some(Status::Ok), "A copy ended with {status:?}");
+                ensure!(path == Some(TransferPath::Direct), "A copy went {path:?}");
+            }
+            done += count;
+        }
+        Ok(start.elapsed())
+    }
+
+    fn copy(&self, index: u64, n: u64, job: &Job) -> Work {
+        let device = self.slice.iova + (job.device - self.device) + n * job.len;
+        let aperture = self.iova(job.aperture) + n * job.len;
+        let (source, destination) = match job.way {
+            Way::Out => (device, aperture),
+            Way::In => (aperture, device),
+        };
+        Work {
+            opcode: uapi::WORK_COPY,
+            stream: u32::try_from(index % STREAMS).unwrap_or(0),
+            initiator: self.slice.endpoint,
+            cookie: index,
+            source,
+            destination,
+            length: job.len,
+            ..Work::default()
+        }
+    }
+
+    /// Moves bytes that nobody could guess there and back, and compares them as the aperture's owner has them.
+    pub(crate) fn verify(&self, len: u64) -> Result<()> {
+        let aperture = &self.apertures[0];
+        let mut state = len | 1;
+        let mut noise = move || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state
+        };
+        let pattern: Vec<u8> =
+            (0..len.div_ceil(8)).flat_map(|_| noise().to_le_bytes()).take(usize::try_from(len)?).collect();
+        crate::rivals::memcpy(aperture.address, pattern.as_ptr() as u64, len);
+        self.direct(&[self.job(len, len, Way::In)])?;
+        crate::rivals::memcpy(aperture.address, vec![0; pattern.len()].as_ptr() as u64, len);
+        self.direct(&[self.job(len, len, Way::Out)])?;
+        let mut got = vec![0; pattern.len()];
+        crate::rivals::memcpy(got.as_mut_ptr() as u64, aperture.address, len);
+        ensure!(got == pattern, "{len} bytes came back changed");
+        Ok(())
+    }
+}
+
+/// The device over the slice, the apertures, and the guest's memory.
+fn serve(
+    slice: Slice,
+    endpoints: Vec<EndpointSpec>,
+    memory: Arc<HostMemory>,
+    settings: Settings,
+) -> Result<(Arc<Device>, Arc<dyn RamMap>)> {
+    let id = EndpointId::local(0);
+    let cuda = Arc::new(CudaEngine::new(vec![(id, slice)], memory.clone() as Arc<dyn Memory>, settings, None)?);
+    let member = Member { endpoint: id, engine: cuda, same_function: Vec::new() };
+    let rest = Arc::new(HostEngine::new(memory.clone()));
+    let fleet = Fleet::new(vec![member], Vec::new(), rest, memory.clone(), None)?;
+    let spec = DeviceSpec {
+        linger: DeviceSpec::LINGER,
+        endpoints,
+        limits: Limits::default(),
+        reach: Reach::all(),
+        session: 1,
+        submit_queues: 1,
+    };
+    let device =
+        Device::new(spec, Arc::new(fleet), memory.clone(), Arc::new(Recorder::default()) as Arc<dyn Observer>)?;
+    Ok((device, memory))
+}
+
+/// An owner's own mapping, with all of its pages there.
+fn map(file: &std::fs::File, len: u64) -> Result<u64> {
+    let (rights, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::POPULATE);
+    // SAFETY: the kernel chooses the place; the mapping stays as long as the process.
+    let at: *mut c_void = unsafe { rustix::mm::mmap(ptr::null_mut(), usize::try_from(len)?, rights, flags, file, 0)? };
+    Ok(at as u64)
+}
+
+fn alloc(channel: &dyn Channel, index: u32, length: u64) -> Result<Alloc> {
+    let endpoint = channel.endpoint(index)?.endpoint;
+    let request = Alloc { endpoint, flags: uapi::READ | uapi::WRITE, length, ..Alloc::default() };
+    Ok(channel.alloc(request)?)
+}
+
+/// What a run was made on.
+pub(crate) fn machine(gpu: &Gpu, driver: &str) -> Result<BTreeMap<String, serde_json::Value>> {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo")?;
+    let model = cpu.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let cpus = std::thread::available_parallelism()?.get();
+    Ok(BTreeMap::from([
+        ("gpu".into(), gpu.info().name.clone().into()),
+        ("driver".into(), driver.into()),
+        ("processor".into(), model.map_or("unknown", |(_, name)| name).into()),
+        ("processors".into(), cpus.into()),
+        ("kernel".into(), kernel.trim().into()),
+    ]))
+}
