@@ -246,13 +246,13 @@ impl Device {
                 let job = issued.transfer.job;
                 op.issued = Some(issued);
                 turn.submitted = true;
-                turn.wake = true;
+                turn.wake |= !turn.glances;
                 turn.changed = true;
                 let deadline = op.deadline;
                 let flight = Flight { domain: Arc::clone(domain), key, op };
                 turn.landed.extend(self.flights.launch(job, flight));
                 // Afterwards: a timekeeper that found the deadline due before it could find the transfer would forget both.
-                self.flights.watch(deadline);
+                turn.wake |= self.flights.watch(deadline);
             }
             Went::Starved(issued) => {
                 op.issued = issued;

@@ -90,6 +90,7 @@ impl Device {
     /// One turn of a submission queue. True if there may be more to do at once.
     pub(crate) fn submit_turn(&self, port: &Arc<Port>, state: &mut Submission) -> bool {
         self.glance();
+        state.turn.glances = self.glances();
         state.turn.begin();
         self.run_ready(&mut state.turn, STEPS);
         state.turn.renew();
@@ -111,7 +112,12 @@ impl Device {
         write_back(port, chains.get_mut(flushed..).unwrap_or_default(), records);
         chains.clear();
         self.settle(turn);
-        may_have_more || !self.ready.is_empty()
+        let more = may_have_more || !self.ready.is_empty();
+        if turn.glances && !more && !self.flights.is_idle() {
+            // From here on the timekeeper has to look.
+            self.wake();
+        }
+        more
     }
 
     /// Takes chains from the ring into the turn. True if there may be more; else the driver was asked to notify.

@@ -48,8 +48,10 @@ impl Device {
         self.run_ready(turn, STEPS);
         turn.raised = true;
         turn.wake = false;
+        // What has begun since may end sooner than the engine could say.
+        let is_stale = turn.submitted;
         self.settle(turn);
-        if !self.ready.is_empty() {
+        if is_stale || !self.ready.is_empty() {
             return Some(Duration::ZERO);
         }
         let due = self.flights.until_due(Instant::now());
@@ -59,7 +61,7 @@ impl Device {
     /// Collects what engines have ended, unless somebody is just doing that: a queue's thread that looks for more work does not leave it to the
     /// timekeeper, which has to be woken.
     pub(crate) fn glance(&self) {
-        if self.spec.linger.is_zero() || self.flights.is_idle() {
+        if !self.glances() || self.flights.is_idle() {
             return;
         }
         let Some(mut turn) = try_lock(&self.timekeeper) else { return };
@@ -71,6 +73,11 @@ impl Device {
             self.retry_starved();
             self.settle(&mut turn);
         }
+    }
+
+    /// Whether queues' threads look for ends: those that look for more work for a while do.
+    pub(crate) fn glances(&self) -> bool {
+        !self.spec.linger.is_zero()
     }
 
     fn land_all(&self, turn: &mut Turn, finished: Vec<Finished>) {

@@ -31,6 +31,8 @@ pub(crate) struct Turn {
     pub(crate) landed: Vec<(Flight, Finished)>,
     /// The engine has something from a device's own logic.
     pub(crate) raised: bool,
+    /// The thread whose turn it is looks for ends itself, until it rests.
+    pub(crate) glances: bool,
     /// The engine was given something.
     pub(crate) submitted: bool,
     /// The timekeeper has to look: something is in flight, or is due earlier than it thinks.
@@ -53,6 +55,7 @@ impl Turn {
             done: Vec::new(),
             landed: Vec::new(),
             raised: false,
+            glances: false,
             submitted: false,
             wake: false,
             changed: false,

@@ -4,10 +4,13 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use common::*;
 use hw_engine::{Work, total_len};
 use hw_host::HostEngine;
+use vdev_device::DeviceSpec;
 use vdev_wire::WorkDescriptor;
 
 const KIB: u64 = 1 << 10;
@@ -93,4 +96,42 @@ fn what_is_put_off_keeps_its_order_and_its_end() {
     let ends: Vec<_> = bed.statuses(batch).into_iter().map(Option::unwrap).collect();
     assert_eq!(ends, [Ok, Ok, Ok, Ok, Fault, Cancelled, Ok]);
     assert!(bed.is_used(batch));
+}
+
+#[test]
+fn whoever_begins_more_while_he_collects_looks_again_at_once() {
+    let mut bed = bed();
+    bed.engine.set(Mode::Hold);
+    bed.submit(1, &[large(0)]);
+    turn(&bed, 2);
+    bed.engine.release(0);
+    assert_eq!(bed.device.poll(), Some(Duration::ZERO), "the engine has said nothing of what began since");
+    assert_eq!(bed.engine.held(), 1);
+    assert_ne!(bed.device.poll(), Some(Duration::ZERO));
+}
+
+#[test]
+fn a_queue_that_lingers_collects_ends_itself_and_has_the_timekeeper_look_when_it_rests() {
+    let spec = DeviceSpec { linger: Duration::from_millis(100), ..spec() };
+    let mut bed = Bed::build(spec, |memory| Arc::new(HostEngine::new(memory)), PIECE).prepared();
+    let (wakes, woken) = (Arc::new(AtomicU64::new(0)), |wakes: &AtomicU64| wakes.swap(0, Ordering::Relaxed));
+    let count = Arc::clone(&wakes);
+    bed.device.on_progress(Arc::new(move || _ = count.fetch_add(1, Ordering::Relaxed)));
+    bed.engine.set(Mode::Hold);
+    // The first deadline that there is to watch.
+    let first = bed.submit(1, &[large(0)]);
+    assert!(bed.device.drain(2));
+    assert_eq!(woken(&wakes), 1);
+    let pieces = LARGE / PIECE;
+    for piece in 1..=pieces {
+        assert_eq!(bed.engine.held(), 1);
+        bed.engine.release(0);
+        woken(&wakes);
+        assert!(bed.device.drain(2));
+        assert_eq!(woken(&wakes), 0, "piece {piece}");
+    }
+    assert!(bed.is_used(first));
+    bed.submit(1, &[large(0)]);
+    while bed.device.drain(2) {}
+    assert_eq!(woken(&wakes), 1, "what is under way when it rests is the timekeeper's");
 }

@@ -80,6 +80,14 @@ impl Cuda {
         Ok(Stream { cuda: Arc::clone(self), handle: stream as usize })
     }
 
+    /// Lets the GPU reach memory that stays mapped as long as the process.
+    pub(crate) fn register(&self, address: u64, len: u64) -> Result<()> {
+        // SAFETY: it stays mapped.
+        ok("cuMemHostRegister", unsafe {
+            (self.functions.register)(address as *mut c_void, usize::try_from(len)?, 3)
+        })
+    }
+
     /// Copies between a GPU and memory that is not registered: the driver's own staging.
     pub(crate) fn pageable(&self, host: u64, device: u64, len: u64, way: Way) -> Result<()> {
         let len = usize::try_from(len)?;

@@ -75,7 +75,9 @@ impl World {
             let spec = endpoint(u16::try_from(number)?, EndpointKind::Fpga, len);
             let file = harness::ram::memory_file(len, SealFlags::SHRINK)?;
             memory.add_aperture(spec.id, &file, len)?;
-            mapped.push((map(&file, len)?, len));
+            let address = map(&file, len)?;
+            cuda.register(address, len)?;
+            mapped.push((address, len));
             specs.push(spec);
         }
         let (device_of, ram) = serve(slice, specs, memory, settings)?;
