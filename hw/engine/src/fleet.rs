@@ -5,6 +5,7 @@
 //!
 //! Not here: rights, which way a transfer is to go.
 
+use std::cell::Cell;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -18,7 +19,7 @@ use crate::{
     Submit, Transfer, Work, copy_segments, fill_segments,
 };
 
-/// Most bytes that are asked of an [`Owner`] at a time, and so the longest transfer of a fleet.
+/// Most bytes that are asked of an [`Owner`] at a time, and so the longest transfer that goes through the host.
 pub const MAX_STAGED: u64 = 256 << 10;
 
 /// An endpoint, and the engine that works for it.
@@ -266,7 +267,14 @@ impl DmaEngine for Fleet {
         let before = out.len();
         self.stager.poll(out);
         let soonest = self.engines().filter_map(|engine| engine.poll(out)).min();
-        self.fences.note(out, before, |transfer| self.hand_over(transfer));
+        let handed_over = Cell::new(false);
+        self.fences.note(out, before, |transfer| {
+            handed_over.set(true);
+            self.hand_over(transfer)
+        });
+        if handed_over.get() {
+            self.doorbell();
+        }
         out.append(&mut lock(&self.given_up));
         soonest
     }
@@ -373,6 +381,8 @@ mod tests {
     struct Counting {
         owned: Vec<EndpointId>,
         calls: Mutex<Vec<&'static str>>,
+        /// What it says has ended.
+        ended: Mutex<Vec<JobId>>,
     }
 
     impl Counting {
@@ -396,8 +406,14 @@ mod tests {
             Ok(Submit::Submitted)
         }
 
-        fn poll(&self, _: &mut Vec<Finished>) -> Option<Duration> {
+        fn doorbell(&self) {
+            self.count("doorbell");
+        }
+
+        fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
             self.count("poll");
+            let ended = std::mem::take(&mut *self.ended.lock().unwrap());
+            out.extend(ended.into_iter().map(|job| Finished { job, bytes: 0, result: Ok(()), raised: false }));
             None
         }
 
@@ -467,10 +483,11 @@ mod tests {
         let (engine, rest, fleet) = shared();
         fleet.caps();
         fleet.on_progress(Box::new(|| ()));
+        fleet.doorbell();
         fleet.poll(&mut Vec::new());
         fleet.abort(JobId(1));
         fleet.quiesce(&mut Vec::new());
-        let asked = ["caps", "on_progress", "poll", "abort", "quiesce"];
+        let asked = ["caps", "on_progress", "doorbell", "poll", "abort", "quiesce"];
         assert_eq!((engine.calls(), rest.calls()), (asked.into(), asked.into()));
     }
 
@@ -493,6 +510,41 @@ mod tests {
         let ram = Segment { at: Location::Ram(Gpa(0)), len: 64 };
         submit(EndpointId::local(2), Work::Fill { dst: Segments::from_iter([ram]), pattern: 0 });
         assert_eq!((engine.calls(), rest.calls()), (Vec::new(), vec!["submit"]));
+    }
+
+    #[test]
+    fn a_flush_that_waited_is_rung_for() {
+        let (engine, _, fleet) = shared();
+        let dst = Segments::from_iter([Segment {
+            at: Location::Aperture { endpoint: ENDPOINTS[0], offset: ApertureOffset(0) },
+            len: 64,
+        }]);
+        for (job, work) in [(1, Work::Fill { dst, pattern: 0 }), (2, Work::Flush)] {
+            let transfer = Transfer { job: JobId(job), domain: DomainId(1), initiator: ENDPOINTS[0], work };
+            assert_eq!(fleet.submit(&transfer), Ok(Submit::Submitted));
+        }
+        engine.ended.lock().unwrap().push(JobId(1));
+        fleet.poll(&mut Vec::new());
+        assert_eq!(engine.calls(), ["submit", "poll", "submit", "doorbell"]);
+        fleet.poll(&mut Vec::new());
+        assert_eq!(engine.calls(), ["poll"], "nothing new");
+    }
+
+    #[test]
+    fn a_transfer_is_as_long_as_whoever_carries_it_takes() {
+        let (_, _, fleet) = shared();
+        assert_eq!(fleet.caps().max_transfer, MAX_STAGED);
+        let (own, ram) =
+            (Location::Aperture { endpoint: ENDPOINTS[0], offset: ApertureOffset(0) }, Location::Ram(Gpa(0)));
+        let longest = |initiator, at, route| {
+            let all = || Segments::from_iter([Segment { at, len: 1 << 40 }]);
+            let work = Work::Copy { src: all(), dst: all(), route };
+            fleet.longest(&Transfer { job: JobId(1), domain: DomainId(1), initiator, work })
+        };
+        let nobodys = EndpointId::local(2);
+        assert_eq!(longest(nobodys, own, Route::Direct), 1 << 30, "its owner");
+        assert_eq!(longest(nobodys, ram, Route::Direct), 1 << 30, "the rest");
+        assert_eq!(longest(nobodys, own, Route::Staged), MAX_STAGED, "the host");
     }
 
     #[test]
