@@ -70,8 +70,20 @@ pub struct BrokerDevice {
     pub name: String,
     /// Memory in bytes.
     pub memory: u64,
-    /// `None` for a simulated one.
-    pub function: Option<BrokerFunction>,
+    /// What its memory is.
+    pub backing: Backing,
+}
+
+/// What a device's memory is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Backing {
+    /// A file for each slice, which the broker makes.
+    File,
+    /// Of a PCI function.
+    Function(BrokerFunction),
+    /// Made by each worker itself, of a GPU: the broker counts it only.
+    Worker,
 }
 
 /// A PCI function.
@@ -222,12 +234,13 @@ impl Leases {
     /// See [`LeaseError`]; the tenant's lease before then goes on.
     pub fn lease(&mut self, lease: Lease) -> Result<Granted<'_>, LeaseError> {
         self.check(&lease)?;
-        let is_simulated = |slice: &&LeaseSlice| self.function(&slice.device).is_none();
+        let is_file =
+            |slice: &&LeaseSlice| self.devices.get(&slice.device).is_some_and(|device| device.backing == Backing::File);
         let make = |slice: &LeaseSlice| {
             MemoryFile::create(&format!("peergate-{}-{}", lease.tenant, slice.name), slice.memory)
                 .map_err(|source| LeaseError::Create { slice: slice.name.clone(), source })
         };
-        let files = lease.slices.iter().filter(is_simulated).map(make).collect::<Result<Vec<_>, _>>()?;
+        let files = lease.slices.iter().filter(is_file).map(make).collect::<Result<Vec<_>, _>>()?;
         let old = self.release(&lease.tenant);
         let functions = self.functions(&lease);
         let held = self.held.entry(lease.tenant.clone()).or_insert(Held { lease, files, functions });
@@ -235,7 +248,10 @@ impl Leases {
     }
 
     fn function(&self, device: &str) -> Option<&BrokerFunction> {
-        self.devices.get(device)?.function.as_ref()
+        match &self.devices.get(device)?.backing {
+            Backing::Function(function) => Some(function),
+            Backing::File | Backing::Worker => None,
+        }
     }
 
     /// The functions that a lease is about, each once.
@@ -312,12 +328,18 @@ mod tests {
         let device = |name: &str, pages: u64, function: Option<(&str, u32)>| BrokerDevice {
             name: name.into(),
             memory: pages * PAGE,
-            function: function.map(|(address, group)| BrokerFunction { address: address.into(), group }),
+            backing: function.map_or(Backing::File, |(address, group)| {
+                Backing::Function(BrokerFunction { address: address.into(), group })
+            }),
         };
         let functions = [("ssd0", Some(("0000:01:00.0", 7))), ("cmb0", Some(("0000:01:00.0", 7)))];
         let functions = functions.into_iter().chain([("mem0", Some(("0000:01:00.1", 7)))]);
-        let simulated = [device("gpu0", 4, None), device("fpga0", 2, None)];
-        leases.set_devices(simulated.into_iter().chain(functions.map(|(name, of)| device(name, 8, of))).collect());
+        let others = [
+            device("gpu0", 4, None),
+            device("fpga0", 2, None),
+            BrokerDevice { backing: Backing::Worker, ..device("h200", 4, None) },
+        ];
+        leases.set_devices(others.into_iter().chain(functions.map(|(name, of)| device(name, 8, of))).collect());
         leases
     }
 
@@ -384,6 +406,16 @@ mod tests {
         let Granted { files, old, .. } = leases.lease(lease("a", 4, &[("gpu0", 1)])).unwrap();
         assert_eq!((files.len(), old.len()), (1, 0));
         leases.lease(lease("b", 1, &[("gpu0", 3)])).unwrap();
+    }
+
+    #[test]
+    fn memory_that_workers_make_counts_and_has_no_file() {
+        let mut leases = leases();
+        let Granted { files, functions, .. } = leases.lease(lease("a", 1, &[("h200", 3), ("gpu0", 1)])).unwrap();
+        assert_eq!((files.len(), functions.len()), (1, 0));
+        let error = leases.lease(lease("b", 1, &[("h200", 2)])).unwrap_err();
+        assert!(matches!(error, LeaseError::Memory { held, .. } if held == 3 * PAGE), "{error}");
+        assert!(leases.lease(lease("b", 1, &[("h200", 1)])).unwrap().files.is_empty());
     }
 
     #[test]

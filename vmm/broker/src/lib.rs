@@ -29,12 +29,14 @@ pub use channel::{Channel, ChannelError, MAX_FDS, MAX_PAYLOAD, Message};
 pub use faults::{FAULT_SLOTS, FaultEntry, FaultLog, FaultMapping};
 pub use journal_page::{JOURNAL_WORDS, JournalPage};
 pub use keeper::{FromKeeper, KeeperSetup, ToKeeper};
-pub use lease::{BrokerDevice, BrokerFunction, FromBroker, Granted, Lease, LeaseError, LeaseSlice, Leases, ToBroker};
+pub use lease::{
+    Backing, BrokerDevice, BrokerFunction, FromBroker, Granted, Lease, LeaseError, LeaseSlice, Leases, ToBroker,
+};
 pub use ledger::{LinkTable, monotonic_now};
 pub use memory_file::MemoryFile;
 pub use message::{
-    Endpoint, EndpointKind, Function, FunctionFds, IommuMode, Limits, Link, Setup, SetupFds, Staged, ToSupervisor,
-    ToWorker, UnsealedMemory, WrongFds,
+    Completion, Endpoint, EndpointKind, Function, FunctionFds, Gpu, IommuMode, Limits, Link, Setup, SetupFds, Staged,
+    ToSupervisor, ToWorker, UnsealedMemory, WrongFds,
 };
 pub use share::PLACES;
 pub use tenant_page::{COUNTERS, FAULT_BURST, FAULT_REASONS, GAUGES, LINE_BURST, LINE_KINDS, TenantPage};

@@ -92,8 +92,51 @@ pub struct Endpoint {
     pub engines: u16,
     /// The device's link.
     pub link: u16,
-    /// The part of a PCI function that it is; `None` for a simulated device.
+    /// The part of a PCI function that it is, if it is one.
     pub function: Option<Function>,
+    /// The GPU that it is memory of, if it is of one.
+    pub gpu: Option<Gpu>,
+}
+
+impl Endpoint {
+    /// Whether its device is simulated; then its memory is a file of the broker's.
+    pub fn is_simulated(&self) -> bool {
+        self.function.is_none() && self.gpu.is_none()
+    }
+}
+
+/// A GPU of the host. Several tenants may have memory of it: each one's worker makes its own, and the broker counts it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gpu {
+    /// Its PCI address, such as `0000:01:00.0`, or its UUID, such as `GPU-` and 32 hexadecimal digits in groups.
+    pub which: String,
+    /// How the ends of its copies are noticed.
+    pub completion: Completion,
+}
+
+/// How a worker notices that a GPU has ended a copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Completion {
+    /// It sleeps a while between looks.
+    #[default]
+    Sleep,
+    /// It looks without a pause while there are copies: sooner, and a processor is busy with it.
+    Spin,
+}
+
+impl Completion {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Sleep, Self::Spin];
+
+    /// As configurations write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Sleep => "sleep",
+            Self::Spin => "spin",
+        }
+    }
 }
 
 /// A part of a PCI function of the host. The function belongs to one tenant as a whole.
@@ -112,9 +155,9 @@ pub struct Function {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EndpointKind {
-    /// A GPU.
+    /// A simulated GPU.
     Gpu,
-    /// An FPGA.
+    /// A simulated FPGA.
     Fpga,
     /// A namespace of an NVMe controller.
     Nvme,
@@ -122,11 +165,13 @@ pub enum EndpointKind {
     Memory,
     /// QEMU's `edu`: a DMA engine and no memory.
     Edu,
+    /// A GPU of NVIDIA's, through its driver.
+    Cuda,
 }
 
 impl EndpointKind {
     /// Every kind.
-    pub const ALL: [Self; 5] = [Self::Gpu, Self::Fpga, Self::Nvme, Self::Memory, Self::Edu];
+    pub const ALL: [Self; 6] = [Self::Gpu, Self::Fpga, Self::Nvme, Self::Memory, Self::Edu, Self::Cuda];
 
     /// Name for the operator.
     pub const fn name(self) -> &'static str {
@@ -136,6 +181,7 @@ impl EndpointKind {
             Self::Nvme => "nvme",
             Self::Memory => "memory",
             Self::Edu => "edu",
+            Self::Cuda => "cuda",
         }
     }
 }
@@ -263,8 +309,13 @@ impl Setup {
         distinct(self.endpoints.iter().filter_map(|endpoint| endpoint.function.as_ref()).map(|of| of.address.as_str()))
     }
 
+    /// The GPUs that the tenant has memory of, each once, in the order of the endpoints that first name them.
+    pub fn gpus(&self) -> Vec<&str> {
+        distinct(self.endpoints.iter().filter_map(|endpoint| endpoint.gpu.as_ref()).map(|of| of.which.as_str()))
+    }
+
     fn simulated(&self) -> usize {
-        self.endpoints.iter().filter(|endpoint| endpoint.function.is_none()).count()
+        self.endpoints.iter().filter(|endpoint| endpoint.is_simulated()).count()
     }
 
     fn function_fds(&self) -> usize {

@@ -9,8 +9,8 @@ use proptest::prelude::*;
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vmm_broker::{
-    Channel, ChannelError, Endpoint, EndpointKind, FromKeeper, Function, IommuMode, KeeperSetup, Limits, Link, MAX_FDS,
-    MAX_PAYLOAD, Setup, SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker, UnsealedMemory,
+    Channel, ChannelError, Completion, Endpoint, EndpointKind, FromKeeper, Function, Gpu, IommuMode, KeeperSetup,
+    Limits, Link, MAX_FDS, MAX_PAYLOAD, Setup, SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker, UnsealedMemory,
 };
 
 fn setup(endpoints: usize) -> Setup {
@@ -21,6 +21,7 @@ fn setup(endpoints: usize) -> Setup {
         engines: 2,
         link: 0,
         function: None,
+        gpu: None,
     };
     Setup {
         tenant: "vm0".into(),
@@ -88,6 +89,22 @@ fn functions_have_a_container_and_two_descriptors_each_behind_the_memory_files()
     assert_eq!(pairs.iter().map(|fd| fd.as_raw_fd()).collect::<Vec<_>>(), raw[7..]);
     assert!(SetupFds::sort(&setup, (0..10).map(|_| null()).collect()).is_err());
     assert!(SetupFds::sort(&self::setup(2), (0..6).map(|_| null()).collect()).unwrap().functions.is_none());
+}
+
+#[test]
+fn gpus_come_by_name_and_have_no_descriptor() {
+    let of = |which: &str| Some(Gpu { which: which.into(), completion: Completion::Spin });
+    let mut sent = setup(4);
+    (sent.endpoints[0].gpu, sent.endpoints[2].gpu, sent.endpoints[3].gpu) =
+        (of("0000:06:00.0"), of("GPU-1"), of("GPU-1"));
+    assert_eq!(sent.gpus(), ["0000:06:00.0", "GPU-1"]);
+    let (supervisor, worker) = Channel::pair().unwrap();
+    let fds: Vec<_> = (0..4 + 1).map(|_| null()).collect();
+    let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+    supervisor.send(&ToWorker::Setup(Box::new(sent.clone())), &fds).unwrap();
+    let (received, fds) = worker.receive::<ToWorker>().unwrap().unwrap();
+    assert_eq!(received, ToWorker::Setup(Box::new(sent.clone())));
+    assert_eq!(SetupFds::sort(&sent, fds).unwrap().slices.len(), 1);
 }
 
 #[test]

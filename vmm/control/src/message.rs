@@ -184,6 +184,9 @@ pub struct TenantStatus {
     pub last_outage_us: Option<u64>,
     /// Workers that failed.
     pub failures: u64,
+    /// Why the last of them did, as it said itself.
+    #[serde(default)]
+    pub last_failure: Option<String>,
     /// Keepers that failed, each with a VMM's connection if there was one.
     #[serde(default)]
     pub keeper_failures: u64,
@@ -423,6 +426,7 @@ mod tests {
                 keeper_pid: None,
                 last_outage_us: None,
                 failures: 1,
+                last_failure: Some("There is no GPU".into()),
                 keeper_failures: 3,
                 faults: u64::MAX,
                 counters: [("ops".to_owned(), u64::MAX)].into(),

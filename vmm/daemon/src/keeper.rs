@@ -26,7 +26,7 @@ pub(crate) struct KeeperArgs {
 }
 
 /// A VMM hands over descriptors, many of which may be on their way to a worker, and no other tenant's keeper may feel that.
-const NEEDS: Needs = Needs { classes: &[Class::Keeper], threads: false, descriptors: None };
+const NEEDS: Needs = Needs { classes: &[Class::Keeper], threads: false, gpus: false, descriptors: None };
 
 /// Keeps until the supervisor says so or is gone. False if it failed and the supervisor knows why, who then says it.
 pub(crate) fn run(args: &KeeperArgs) -> anyhow::Result<bool> {

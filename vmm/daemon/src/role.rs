@@ -15,7 +15,7 @@ pub(crate) struct RoleArgs {
     #[arg(long)]
     seccomp: Mode,
     #[arg(long)]
-    namespaces: Fence,
+    pub(crate) namespaces: Fence,
     #[arg(long)]
     landlock: Fence,
     #[arg(long)]
@@ -31,6 +31,8 @@ pub(crate) struct Needs {
     pub(crate) classes: &'static [Class],
     /// Whether it starts threads.
     pub(crate) threads: bool,
+    /// Whether it has GPUs, whose driver has threads of its own by now.
+    pub(crate) gpus: bool,
     /// Most descriptors, if fewer than the supervisor may have.
     pub(crate) descriptors: Option<u64>,
 }
@@ -55,7 +57,7 @@ pub(crate) fn begin(args: &RoleArgs, needs: Needs) -> anyhow::Result<(Sandbox, C
         threads: if needs.threads { MOST_THREADS } else { 0 },
         descriptors: needs.descriptors,
     })?;
-    let sandbox = Sandbox::new(args.seccomp, needs.classes)?;
+    let sandbox = Sandbox::new(args.seccomp, needs.classes, needs.gpus)?;
     let channel = std::io::stdin().as_fd().try_clone_to_owned().context("There is no channel to a supervisor")?;
     let channel = Channel::from_fd(channel).context("This process is started by peergated only")?;
     Ok((sandbox, channel))

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use vmm_broker::{EndpointKind, IommuMode, Limits, Link, Staged, UnsealedMemory};
+use vmm_broker::{Completion, EndpointKind, IommuMode, Limits, Link, Staged, UnsealedMemory};
 use vmm_daemon::config::{Config, DEFAULT};
 use vmm_sandbox::{Fence, Mode};
 
@@ -154,9 +154,10 @@ fn the_examples_of_the_default_file_are_devices() {
     };
     let examples: String = DEFAULT.lines().filter_map(example).collect();
     let shown = parse(&examples).unwrap().devices;
-    assert_eq!(shown.iter().map(|device| device.kind.name()).collect::<Vec<_>>(), ["nvme", "memory", "edu"]);
-    let is_default = |line: &&str| ["namespace ", "bar ", "unmapped "].iter().any(|key| line.starts_with(key));
-    assert_eq!(examples.lines().filter(is_default).count(), 3);
+    assert_eq!(shown.iter().map(|device| device.kind.name()).collect::<Vec<_>>(), ["nvme", "memory", "edu", "cuda"]);
+    let is_default =
+        |line: &&str| ["namespace ", "bar ", "unmapped ", "completion "].iter().any(|key| line.starts_with(key));
+    assert_eq!(examples.lines().filter(is_default).count(), 4);
     let bare: String = examples.lines().filter(|line| !is_default(line)).map(|line| format!("{line}\n")).collect();
     assert_eq!(parse(&bare).unwrap().devices, shown);
 }
@@ -406,6 +407,88 @@ fn a_function_is_one_tenants_and_has_one_engine() {
     assert!(parse(&FUNCTIONS.replacen(tenant, &bar, 1)).is_ok());
 }
 
+const GPUS: &str = r#"[[device]]
+name = "h200"
+kind = "cuda"
+gpu = "6:0.0"
+memory = "64GiB"
+completion = "spin"
+[[device]]
+name = "other"
+kind = "cuda"
+gpu = "GPU-8F6D1C3A-02b4-4d5e-9f10-a1b2c3d4e5f6"
+memory = "4MiB"
+[[tenant]]
+name = "vm0"
+[[tenant.slice]]
+device = "h200"
+memory = "2GiB"
+"#;
+
+#[test]
+fn devices_are_gpus_of_the_host() {
+    let config = parse(GPUS).unwrap();
+    let told = |device: &vmm_daemon::config::DeviceConfig| {
+        (device.kind.name(), device.memory, device.gpu.as_ref().map(|gpu| (gpu.which.clone(), gpu.completion)))
+    };
+    let of = |which: &str, completion| Some((which.to_owned(), completion));
+    assert_eq!(
+        config.devices.iter().map(told).collect::<Vec<_>>(),
+        [
+            ("cuda", 64 << 30, of("0000:06:00.0", Completion::Spin)),
+            ("cuda", 4 << 20, of("GPU-8f6d1c3a-02b4-4d5e-9f10-a1b2c3d4e5f6", Completion::Sleep)),
+        ]
+    );
+    assert_eq!(config.tenants[0].slices[0].memory, 2 << 30);
+    // Unlike a function it may be several tenants'.
+    let second = "[[tenant]]\nname = \"vm1\"\n[[tenant.slice]]\ndevice = \"h200\"\nmemory = \"2MiB\"\n";
+    assert!(parse(&(GPUS.to_owned() + second)).is_ok());
+    let gpu = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/gpu.toml");
+    assert_eq!(Config::load(&gpu).unwrap().devices.iter().filter(|device| device.gpu.is_some()).count(), 1);
+}
+
+#[test]
+fn gpus_are_refused_with_what_to_write() {
+    let gpu = |line: usize, typed: &str| {
+        format!(
+            "t.toml:{line}: gpu is {typed:?}; write a PCI address or a UUID as nvidia-smi -L does, such as \"0000:01:00.0\" or \"GPU-8f6d1c3a-02b4-4d5e-9f10-a1b2c3d4e5f6\""
+        )
+    };
+    let memory = |line: usize, typed: &str| {
+        format!("t.toml:{line}: memory is {typed}; write a multiple of 2MiB from \"2MiB\" to \"64TiB\"")
+    };
+    let unknown = |line: usize, key: &str| {
+        let keys = "name, kind, memory, gpu, completion";
+        format!("t.toml:{line}: [[device]] of kind \"cuda\" has no key {key:?}; there are: {keys}")
+    };
+    let cases = [
+        ("gpu = \"6:0.0\"\n", "", "t.toml:1: [[device]] needs gpu; add gpu = \"0000:01:00.0\"".to_owned()),
+        ("6:0.0", "0", gpu(4, "0")),
+        ("6:0.0", "../6:0.0", gpu(4, "../6:0.0")),
+        ("GPU-8F6D1C3A-02b4", "GPU-8F6D1C3A-02b", gpu(10, "GPU-8F6D1C3A-02b-4d5e-9f10-a1b2c3d4e5f6")),
+        ("\"spin\"", "\"poll\"", "t.toml:6: completion is \"poll\"; write \"sleep\" or \"spin\"".to_owned()),
+        ("completion = \"spin\"", "engines = 2", unknown(6, "engines")),
+        ("completion = \"spin\"", "erase = true", unknown(6, "erase")),
+        ("memory = \"64GiB\"\n", "", "t.toml:1: [[device]] needs memory; add memory = \"64MiB\"".to_owned()),
+        ("64GiB", "5MiB", memory(5, "5 MiB")),
+        ("2GiB", "64KiB", memory(16, "64 KiB")),
+        ("2GiB", "0", memory(16, "0 B")),
+        (
+            "GPU-8F6D1C3A-02b4-4d5e-9f10-a1b2c3d4e5f6",
+            "06:00.0",
+            "t.toml:7: Device \"other\" is device \"h200\" once more; remove one of them".to_owned(),
+        ),
+        (
+            "2GiB",
+            "66GiB",
+            "t.toml:5: Device \"h200\" has 64 GiB, but its slices take 66 GiB (h200 of tenant \"vm0\": 66 GiB); make slices smaller or the device larger".to_owned(),
+        ),
+    ];
+    for (from, to, expected) in cases {
+        assert_eq!(refusal_of(GPUS, from, to), expected, "{to}");
+    }
+}
+
 #[test]
 fn unknown_keys_are_refused_with_their_line_and_the_nearest_name() {
     let cases = [
@@ -450,7 +533,7 @@ fn wrong_types_and_values_are_refused_with_what_to_write() {
         (
             "kind = \"gpu\"",
             "kind = \"gpuu\"",
-            "t.toml:6: kind is \"gpuu\"; write \"gpu\" or \"fpga\" or \"nvme\" or \"memory\" or \"edu\"; did you mean \"gpu\"?",
+            "t.toml:6: kind is \"gpuu\"; write \"gpu\" or \"fpga\" or \"nvme\" or \"memory\" or \"edu\" or \"cuda\"; did you mean \"gpu\"?",
         ),
         ("kind = \"gpu\"", "kind = 1", "t.toml:6: kind is a number; write a string in quotes"),
         ("kind = \"gpu\"", "kind = \"gpu\"\nengines = 0", "t.toml:7: engines is 0; write a whole number from 1 to 64"),

@@ -5,8 +5,8 @@
 use std::io;
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetCreated, RulesetError,
-    RulesetStatus, Scope,
+    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, RestrictSelfAttr, Ruleset, RulesetAttr, RulesetCreated,
+    RulesetError, RulesetStatus, Scope,
 };
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, parent_process_death_signal, setrlimit};
@@ -80,7 +80,8 @@ fn step(step: &'static str) -> impl Fn(Errno) -> ConfineError {
     move |error| ConfineError::Step { step, source: error.into() }
 }
 
-/// Confines this process, which has one thread. There is no way back.
+/// Confines this process. What is a thread's own is given up for the calling one, and by the others if the kernel can do that (Landlock) or if whoever
+/// started them has called [`drop_privileges`] before. There is no way back.
 pub fn confine(to: &Confinement) -> Result<(), ConfineError> {
     // Only `Launcher` knows that it was set in time.
     if parent_process_death_signal() != Ok(Some(Signal::KILL)) {
@@ -99,12 +100,17 @@ pub fn confine(to: &Confinement) -> Result<(), ConfineError> {
     if to.namespaces == Fence::Enforce {
         enter_empty_root().map_err(step("make an empty root directory"))?;
     }
-    drop_capabilities(to.namespaces)?;
-    set_no_new_privs(true).map_err(step("give up new privileges"))?;
+    drop_privileges(to.namespaces)?;
     if to.landlock == Fence::Enforce {
         deny_everything()?;
     }
     Ok(())
+}
+
+/// Gives up, for the calling thread and those that it will start, all capabilities and ways to gain some.
+pub fn drop_privileges(namespaces: Fence) -> Result<(), ConfineError> {
+    drop_capabilities(namespaces)?;
+    set_no_new_privs(true).map_err(step("give up new privileges"))
 }
 
 /// Whether this kernel has Landlock, so that one can be told before anything is started.
@@ -155,7 +161,7 @@ fn ruleset() -> Result<RulesetCreated, ConfineError> {
 }
 
 fn deny_everything() -> Result<(), ConfineError> {
-    match ruleset()?.restrict_self() {
+    match ruleset()?.all_threads(true).and_then(RulesetCreated::restrict_self) {
         Ok(status) if status.ruleset != RulesetStatus::NotEnforced => Ok(()),
         outcome => Err(ConfineError::Landlock { source: outcome.err() }),
     }

@@ -1,12 +1,13 @@
 //! Seccomp filters, one a class of threads.
 //!
 //! A class is the rules of `common.json` and of its own file; where both have a rule for a system call, its own file's counts. Files are in
-//! seccompiler's format. A file may hold further filters, which are applied first.
+//! seccompiler's format. A file may hold further filters, which are applied first. In a process that has GPUs each class may do what their driver needs, too:
+//! that is library code, which runs in whatever thread calls it and in threads of its own.
 
 use std::fmt;
 use std::str::FromStr;
 
-use seccompiler::{BpfProgram, TargetArch, apply_filter, compile_from_json};
+use seccompiler::{BpfProgram, TargetArch, apply_filter, apply_filter_all_threads, compile_from_json, sock_filter};
 use serde_json::{Value, json};
 
 /// What a thread does, and so which system calls it needs.
@@ -82,6 +83,7 @@ impl Class {
 }
 
 const COMMON: &str = include_str!("../../../configs/seccomp/common.json");
+const GPU: &str = include_str!("../../../configs/seccomp/gpu.json");
 
 /// What happens to a system call that is on no list.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -182,9 +184,9 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Compiles the filters of `classes` for this process (not one that it forks), and has the allocator do without files. With
-    /// [`Mode::Off`] there is nothing to apply.
-    pub fn new(mode: Mode, classes: &[Class]) -> Result<Self, SandboxError> {
+    /// Compiles the filters of `classes` for this process (not one that it forks), and has the allocator do without files. `gpus` adds what the driver of
+    /// GPUs does once it has started. With [`Mode::Off`] there is nothing to apply.
+    pub fn new(mode: Mode, classes: &[Class], gpus: bool) -> Result<Self, SandboxError> {
         if mode == Mode::Off {
             return Ok(Self { programs: None });
         }
@@ -193,35 +195,49 @@ impl Sandbox {
             return Err(SandboxError::Architecture { arch: std::env::consts::ARCH });
         }
         crate::process::use_one_arena();
-        let programs = classes.iter().map(|class| Ok((*class, compile(*class, mode)?))).collect::<Result<_, _>>()?;
+        let compiled = |class: &Class| Ok((*class, compile(*class, mode, gpus)?));
+        let programs = classes.iter().map(compiled).collect::<Result<_, _>>()?;
         Ok(Self { programs: Some(programs) })
     }
 
     /// Gives up, for the calling thread and for every thread and process it will start, what `class`, one of those that were compiled, does not
     /// need. Also gives up gaining privileges by running a set-user-ID program. There is no way back.
     pub fn apply(&self, class: Class) -> Result<(), SandboxError> {
+        self.apply_by(class, apply_filter)
+    }
+
+    /// The same for every thread that this process has.
+    pub fn apply_to_all(&self, class: Class) -> Result<(), SandboxError> {
+        self.apply_by(class, apply_filter_all_threads)
+    }
+
+    fn apply_by(
+        &self,
+        class: Class,
+        apply: impl Fn(&[sock_filter]) -> Result<(), seccompiler::Error>,
+    ) -> Result<(), SandboxError> {
         let Some(filters) = &self.programs else { return Ok(()) };
         let found = filters.iter().find(|(of, _)| *of == class);
         let (_, programs) = found.ok_or(SandboxError::NotCompiled { class: class.name() })?;
         for program in programs {
-            apply_filter(program).map_err(|source| SandboxError::Apply { class: class.name(), source })?;
+            apply(program).map_err(|source| SandboxError::Apply { class: class.name(), source })?;
         }
         Ok(())
     }
 }
 
 /// The programs of a class, its main filter last: it may forbid applying more.
-fn compile(class: Class, mode: Mode) -> Result<Vec<BpfProgram>, SandboxError> {
+fn compile(class: Class, mode: Mode, gpus: bool) -> Result<Vec<BpfProgram>, SandboxError> {
     let name = class.name();
-    let filters = merged(class, mode).map_err(|source| SandboxError::Parse { class: name, source })?;
+    let filters = merged(class, mode, gpus).map_err(|source| SandboxError::Parse { class: name, source })?;
     let failed = |source| SandboxError::Compile { class: name, source };
     let mut programs = compile_from_json(filters.to_string().as_bytes(), TargetArch::x86_64).map_err(failed)?;
     let main = programs.remove(name).ok_or_else(|| failed(seccompiler::Error::EmptyFilter))?;
     Ok(programs.into_values().chain([main]).collect())
 }
 
-/// The class's file with the common rules added.
-fn merged(class: Class, mode: Mode) -> serde_json::Result<Value> {
+/// The class's file with the common rules added, and perhaps those of the driver of GPUs.
+fn merged(class: Class, mode: Mode, gpus: bool) -> serde_json::Result<Value> {
     let common: Value = serde_json::from_str(COMMON)?;
     let mut filters: Value = serde_json::from_str(class.source())?;
     let pid = std::process::id();
@@ -238,8 +254,24 @@ fn merged(class: Class, mode: Mode) -> serde_json::Result<Value> {
         for args in signals.filter_map(|rule| rule.get_mut("args")?.as_array_mut()) {
             args.push(json!({ "index": 0, "type": "dword", "op": "eq", "val": pid }));
         }
+        let driver: Value = if gpus { serde_json::from_str(GPU)? } else { Value::Null };
+        for rule in driver["gpu"]["filter"].as_array().into_iter().flatten() {
+            widen(rules, rule);
+        }
     }
     Ok(filters)
+}
+
+/// Allows one more thing. A system call may be on a list with any arguments or with certain ones, never both.
+fn widen(rules: &mut Vec<Value>, more: &Value) {
+    let is_same = |rule: &Value| rule["syscall"] == more["syscall"];
+    if rules.iter().any(|rule| is_same(rule) && rule.get("args").is_none()) {
+        return;
+    }
+    if more.get("args").is_none() {
+        rules.retain(|rule| !is_same(rule));
+    }
+    rules.push(more.clone());
 }
 
 #[cfg(test)]
@@ -249,8 +281,12 @@ mod tests {
     use super::*;
 
     fn rules(class: Class) -> BTreeMap<String, Vec<Option<Value>>> {
+        rules_with(class, false)
+    }
+
+    fn rules_with(class: Class, gpus: bool) -> BTreeMap<String, Vec<Option<Value>>> {
         let mut rules = BTreeMap::<_, Vec<_>>::new();
-        for rule in merged(class, Mode::Enforce).unwrap()[class.name()]["filter"].as_array().unwrap() {
+        for rule in merged(class, Mode::Enforce, gpus).unwrap()[class.name()]["filter"].as_array().unwrap() {
             rules.entry(rule["syscall"].as_str().unwrap().to_owned()).or_default().push(rule.get("args").cloned());
         }
         rules
@@ -258,8 +294,8 @@ mod tests {
 
     #[test]
     fn every_class_compiles_in_every_mode() {
-        for mode in Mode::ALL {
-            let programs = Sandbox::new(mode, &Class::ALL).unwrap().programs.unwrap_or_default();
+        for (mode, gpus) in Mode::ALL.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+            let programs = Sandbox::new(mode, &Class::ALL, gpus).unwrap().programs.unwrap_or_default();
             assert_eq!(programs.len(), if mode == Mode::Off { 0 } else { Class::ALL.len() });
             assert!(programs.iter().all(|(_, programs)| programs.iter().all(|program| !program.is_empty())));
         }
@@ -267,9 +303,9 @@ mod tests {
 
     #[test]
     fn a_class_that_was_not_asked_for_is_not_taken_for_applied() {
-        let error = Sandbox::new(Mode::Enforce, &[Class::Keeper]).unwrap().apply(Class::Broker).unwrap_err();
+        let error = Sandbox::new(Mode::Enforce, &[Class::Keeper], false).unwrap().apply(Class::Broker).unwrap_err();
         assert_eq!(error.to_string(), "There is no seccomp filter of class broker in this process");
-        Sandbox::new(Mode::Off, &[]).unwrap().apply(Class::Broker).unwrap();
+        Sandbox::new(Mode::Off, &[], false).unwrap().apply(Class::Broker).unwrap();
     }
 
     #[test]
@@ -281,8 +317,8 @@ mod tests {
     /// seccompiler lets a rule with arguments win over one without, whatever the order.
     #[test]
     fn no_list_has_a_system_call_both_with_and_without_arguments() {
-        for class in Class::ALL {
-            for (syscall, rules) in rules(class) {
+        for (class, gpus) in Class::ALL.into_iter().flat_map(|class| [(class, false), (class, true)]) {
+            for (syscall, rules) in rules_with(class, gpus) {
                 let free = rules.iter().filter(|args| args.is_none()).count();
                 assert!(free == 0 || rules.len() == 1, "{syscall} of class {class:?}: {rules:?}");
             }
@@ -304,12 +340,32 @@ mod tests {
             (Class::Worker, Class::Engine),
         ];
         for (outer, inner) in inherits {
-            let allowed = rules(outer);
-            for (syscall, wanted) in rules(inner) {
-                let has = allowed.get(&syscall);
-                let covered = |args: &Option<Value>| has.is_some_and(|has| has.contains(&None) || has.contains(args));
-                assert!(wanted.iter().all(covered), "{inner:?} needs {syscall} {wanted:?}, {outer:?} has {has:?}");
+            // A supervisor starts workers of both kinds.
+            for gpus in [false, true] {
+                let allowed = rules_with(outer, gpus && outer != Class::Supervisor);
+                for (syscall, wanted) in rules_with(inner, gpus) {
+                    let has = allowed.get(&syscall);
+                    let covered =
+                        |args: &Option<Value>| has.is_some_and(|has| has.contains(&None) || has.contains(args));
+                    assert!(wanted.iter().all(covered), "{inner:?} needs {syscall} {wanted:?}, {outer:?} has {has:?}");
+                }
             }
+        }
+    }
+
+    #[test]
+    fn with_gpus_a_class_has_what_it_has_without_and_what_their_driver_needs() {
+        const NVIDIA: &str = "the NVIDIA devices";
+        let has = |rules: &BTreeMap<String, Vec<Option<Value>>>, what: &str| {
+            rules["ioctl"].iter().flatten().any(|args| args[0]["comment"] == what)
+        };
+        let (with, without) = (rules_with(Class::Engine, true), rules(Class::Engine));
+        assert!(has(&with, NVIDIA) && has(&with, "VFIO_DEVICE_RESET") && !has(&without, NVIDIA));
+        // Whoever parses a guest's bytes may still open and connect nothing, and start no process.
+        for syscall in
+            ["open", "openat", "openat2", "execve", "execveat", "fork", "vfork", "socket", "connect", "ptrace"]
+        {
+            assert!(!rules_with(Class::Queue, true).contains_key(syscall), "{syscall}");
         }
     }
 

@@ -11,7 +11,7 @@ use vmm_sandbox::{Class, Mode, Sandbox};
 const THREADS: usize = 32;
 
 fn main() {
-    let sandbox = Sandbox::new(Mode::Enforce, &[Class::Timekeeper]).unwrap();
+    let sandbox = Sandbox::new(Mode::Enforce, &[Class::Timekeeper], false).unwrap();
     let all = Barrier::new(THREADS);
     thread::scope(|scope| {
         for _ in 0..THREADS {

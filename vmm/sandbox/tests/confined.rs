@@ -35,7 +35,7 @@ fn child() {
     let Ok(case) = std::env::var(CASE) else { return };
     let [class, mode, case] = *case.split(' ').collect::<Vec<_>>() else { panic!("{case}") };
     let class = Class::ALL.into_iter().find(|known| known.name() == class).unwrap();
-    let sandbox = Sandbox::new(mode.parse().unwrap(), &Class::ALL).unwrap();
+    let sandbox = Sandbox::new(mode.parse().unwrap(), &Class::ALL, false).unwrap();
     cases(case, class, &sandbox);
 }
 

@@ -323,7 +323,7 @@ fn root_alone() {
 
 fn breaks_the_filter(namespaces: &str) {
     confine(&confinement(namespaces.parse().unwrap(), landlock())).unwrap();
-    Sandbox::new(Mode::Enforce, &[Class::Worker]).unwrap().apply(Class::Worker).unwrap();
+    Sandbox::new(Mode::Enforce, &[Class::Worker], false).unwrap().apply(Class::Worker).unwrap();
     let _ = fs::File::open("/");
 }
 
@@ -336,7 +336,7 @@ fn filtered() {
 
 fn supervises() {
     let launchers: Vec<_> = namespaces().map(|namespaces| (Launcher::new(namespaces).unwrap(), namespaces)).collect();
-    Sandbox::new(Mode::Enforce, &[Class::Supervisor]).unwrap().apply(Class::Supervisor).unwrap();
+    Sandbox::new(Mode::Enforce, &[Class::Supervisor], false).unwrap().apply(Class::Supervisor).unwrap();
     for (launcher, namespaces) in &launchers {
         let (_, status) = run(launcher, &["filtered", namespaces.name()]);
         assert_eq!(status.terminating_signal(), Some(libc::SIGSYS), "{status:?}");

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use rustix::io::{pread, pwrite};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use vmm_broker::{BrokerDevice, Channel, FromBroker, Lease, LeaseSlice, ToBroker};
+use vmm_broker::{Backing, BrokerDevice, Channel, FromBroker, Lease, LeaseSlice, ToBroker};
 
 use super::programs::Programs;
 use super::rows::{Row, Rows};
@@ -34,7 +34,7 @@ struct Broker {
 pub fn judge(programs: &Programs, rows: &mut Rows<'_>) -> Result<()> {
     let broker = Broker::start(programs)?;
     broker.send(&ToBroker::Devices {
-        devices: vec![BrokerDevice { name: DEVICE.into(), memory: 64 * MIB, function: None }],
+        devices: vec![BrokerDevice { name: DEVICE.into(), memory: 64 * MIB, backing: Backing::File }],
         groups: Vec::new(),
     })?;
     let first = broker.lease("a", 1, DEVICE, 48)?;

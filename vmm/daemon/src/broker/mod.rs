@@ -32,7 +32,7 @@ pub(crate) struct BrokerArgs {
 
 /// It may have as many descriptors as there are slices.
 const NEEDS: Needs =
-    Needs { classes: &[Class::Broker, Class::Scrubber, Class::Watcher], threads: true, descriptors: None };
+    Needs { classes: &[Class::Broker, Class::Scrubber, Class::Watcher], threads: true, gpus: false, descriptors: None };
 
 /// Serves the supervisor until it says so or is gone.
 pub(crate) fn run(args: &BrokerArgs) -> anyhow::Result<()> {

@@ -130,7 +130,8 @@ pub(crate) fn status(reply: &StatusReply) -> String {
     text
 }
 
-/// What is seldom so: protection that was given up, failures of other processes than workers, and what was left out of logs because too much came.
+/// What is seldom so: protection that was given up, why there is no worker, failures of other processes, and what was left out of logs because too much
+/// came.
 fn notes(reply: &StatusReply) -> Vec<String> {
     let broker = reply.daemon.broker_failures;
     let broker = (broker > 0).then(|| format!("broker: failed {broker} times"));
@@ -143,10 +144,17 @@ fn notes(reply: &StatusReply) -> Vec<String> {
         ];
         let told = told.iter().filter(|(count, _)| *count > 0).map(|(n, what)| format!("{n} {what}"));
         let lazy = (tenant.iommu == IommuMode::Lazy.name()).then(|| "iommu lazy".to_owned());
-        let told: Vec<_> = lazy.into_iter().chain(told).collect();
+        // Quoted: whoever has taken a worker over chooses its words.
+        let failed = tenant.last_failure.as_ref().filter(|_| is_without_worker(tenant.state));
+        let failed = failed.map(|reason| format!("the last worker failed, because {reason:?}"));
+        let told: Vec<_> = lazy.into_iter().chain(failed).chain(told).collect();
         (!told.is_empty()).then(|| format!("{}: {}", tenant.name, told.join("; ")))
     };
     broker.into_iter().chain(reply.tenants.iter().filter_map(tenant)).collect()
+}
+
+fn is_without_worker(state: TenantState) -> bool {
+    matches!(state, TenantState::Starting | TenantState::Restarting)
 }
 
 fn state(state: TenantState, drain: DrainState) -> String {
@@ -270,6 +278,7 @@ mod tests {
                 keeper_pid: Some(42),
                 last_outage_us: Some(8_400),
                 failures: 1,
+                last_failure: None,
                 keeper_failures: 0,
                 faults: 3,
                 counters: [("ops".to_owned(), 7), ("bytes_direct".to_owned(), 64 << 20)].into(),
@@ -293,6 +302,12 @@ broker: failed 2 times
 demo: iommu lazy; 1 failures of the keeper; 744 faults without a record, too many came; 9 log lines left out, too many came
 ";
         assert_eq!(status(&reply), expected.to_owned() + notes);
+
+        let failed = "; the last worker failed, because \"no\\nGPU\"";
+        reply.tenants[0].last_failure = Some("no\nGPU".into());
+        assert!(!status(&reply).contains(failed), "there is another one");
+        reply.tenants[0].state = TenantState::Restarting;
+        assert!(status(&reply).contains(failed), "{}", status(&reply));
     }
 
     #[test]

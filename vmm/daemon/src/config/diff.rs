@@ -9,7 +9,7 @@
 use std::collections::BTreeMap;
 
 use serde_json::Value;
-use vmm_broker::{Function, Limits, UnsealedMemory};
+use vmm_broker::{Function, Gpu, Limits, UnsealedMemory};
 use vmm_control::{ChangeInfo, Effect, KeyInfo};
 
 use super::quantity::{rate, size, time};
@@ -211,10 +211,13 @@ fn device(name: String, pair: Pair<'_, DeviceConfig>) -> Vec<Change> {
     let rest = |device: &DeviceConfig| {
         let function = device.function.as_ref();
         let of = |told: fn(&Function) -> String| function.map_or_else(String::new, told);
+        let of_gpu = |told: fn(&Gpu) -> String| device.gpu.as_ref().map_or_else(String::new, told);
         [
             ("address", of(|function| function.address.clone())),
             ("part", of(|function| function.part.to_string())),
             ("unmapped", of(|function| size(function.unmapped))),
+            ("gpu", of_gpu(|gpu| gpu.which.clone())),
+            ("completion", of_gpu(|gpu| gpu.completion.name().to_owned())),
             ("kind", device.kind.name().to_owned()),
             ("engines", device.engines.to_string()),
             ("bandwidth", rate(device.link.bandwidth)),
@@ -522,6 +525,34 @@ mod tests {
             assert_eq!(changes[0].effect(), Effect::NewSession);
         }
         let same = FUNCTIONS.replacen("0000:01:00.0", "1:0.0", 1);
+        assert_eq!(differences(&running, &parse(&same)), [], "it is the same address");
+    }
+
+    #[test]
+    fn another_gpu_or_another_way_to_notice_its_ends_is_a_new_session() {
+        const GPU: &str = r#"
+            [[device]]
+            name = "h200"
+            kind = "cuda"
+            gpu = "0000:06:00.0"
+            memory = "8MiB"
+            [[tenant]]
+            name = "a"
+            slice = [{ device = "h200", memory = "8MiB" }]
+        "#;
+        let running = parse(GPU);
+        for (from, to, key) in [
+            ("06:00.0", "07:00.0", ["gpu", "0000:06:00.0", "0000:07:00.0"]),
+            ("kind = \"cuda\"", "kind = \"cuda\"\ncompletion = \"spin\"", ["completion", "sleep", "spin"]),
+        ] {
+            let changes = differences(&running, &parse(&GPU.replacen(from, to, 1)));
+            let [key, old, new] = key.map(str::to_owned);
+            let keys = vec![KeyInfo { key, from: Some(old), to: Some(new) }];
+            let impact: Vec<_> = impact(&running, &changes).into_iter().collect();
+            assert_eq!(impact, [("a", Effect::NewSession)]);
+            assert_eq!(changes, [Change { subject: Subject::Device("h200".into()), what: What::Device, keys }]);
+        }
+        let same = GPU.replacen("0000:06:00.0", "6:0.0", 1);
         assert_eq!(differences(&running, &parse(&same)), [], "it is the same address");
     }
 

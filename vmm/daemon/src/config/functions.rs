@@ -101,7 +101,7 @@ impl Meaning<'_> {
 }
 
 /// `0000:0a:1f.7` of any way to write that.
-fn normal(address: &str) -> Option<String> {
+pub(super) fn normal(address: &str) -> Option<String> {
     let (rest, function) = address.split_once('.')?;
     let mut parts = rest.rsplit(':');
     let mut number = |most: u32, required: bool| match parts.next() {

@@ -8,6 +8,7 @@
 pub mod diff;
 pub mod edit;
 mod functions;
+mod gpus;
 mod numbers;
 pub(crate) mod quantity;
 pub(crate) mod reader;
@@ -19,7 +20,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use vmm_broker::{EndpointKind, Function, IommuMode, Limits, Link, Staged, UnsealedMemory};
+use vmm_broker::{EndpointKind, Function, Gpu, IommuMode, Limits, Link, Staged, UnsealedMemory};
 use vmm_sandbox::{Fence, Mode};
 
 pub use reader::ConfigError;
@@ -81,7 +82,7 @@ pub struct DaemonConfig {
     pub log: String,
 }
 
-/// A simulated device, or a part of a PCI function.
+/// A simulated device, a part of a PCI function, or memory of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
     /// Its name.
@@ -90,8 +91,10 @@ pub struct DeviceConfig {
     pub kind: EndpointKind,
     /// Memory in bytes.
     pub memory: u64,
-    /// The part of a PCI function that it is; `None` if it is simulated.
+    /// The part of a PCI function that it is, if it is one.
     pub function: Option<Function>,
+    /// The GPU of the host that it is, if it is one.
+    pub gpu: Option<Gpu>,
     /// Copy engines.
     pub engines: u16,
     /// Its link to the fabric.
@@ -190,6 +193,7 @@ impl Meaning<'_> {
         self.memory(typed, &devices, &tenants)?;
         self.functions(typed, &devices, &tenants)?;
         self.registers(typed, &devices)?;
+        self.gpus(typed, &devices)?;
         Ok(Config { daemon, devices, tenants })
     }
 
@@ -220,7 +224,7 @@ impl Meaning<'_> {
     }
 
     fn device(self, number: u16, typed: &TypedDevice) -> Checked<DeviceConfig> {
-        let memory = typed.memory.as_ref().map_or(Ok(0), |memory| self.memory_of(memory))?;
+        let memory = typed.memory.as_ref().map_or(Ok(0), |memory| self.memory_of(typed.kind, memory))?;
         let latency_ns = match &typed.latency {
             Some(At { value, line }) if *value > MAX_LATENCY => {
                 return self.refuse(*line, "latency is longer than a second; write \"2us\" or so");
@@ -232,6 +236,7 @@ impl Meaning<'_> {
             kind: typed.kind,
             memory,
             function: typed.function.as_ref().map(|function| self.function(function, memory)).transpose()?,
+            gpu: typed.gpu.as_ref().map(|gpu| self.gpu(gpu)).transpose()?,
             engines: typed.engines.and_then(|engines| u16::try_from(engines).ok()).unwrap_or(1),
             link: Link { bandwidth: typed.bandwidth.unwrap_or(0), latency_ns },
             number,
@@ -286,13 +291,14 @@ impl Meaning<'_> {
 
     fn slice(self, typed: &TypedSlice, devices: &[DeviceConfig]) -> Checked<SliceConfig> {
         let wanted = &typed.device.value;
-        let Some(device) = devices.iter().position(|device| device.name == *wanted) else {
+        let found = devices.iter().enumerate().find(|(_, device)| device.name == *wanted);
+        let Some((device, DeviceConfig { kind, memory: of_device, .. })) = found else {
             let hint = unknown(wanted, devices.iter().map(|device| device.name.as_str()));
             return self.refuse(typed.device.line, format!("There is no device {wanted:?}; {hint}"));
         };
-        let has_memory = devices.get(device).is_some_and(|device| device.memory > 0);
+        let has_memory = *of_device > 0;
         let memory = match &typed.memory {
-            Some(memory) if has_memory => self.memory_of(memory)?,
+            Some(memory) if has_memory => self.memory_of(*kind, memory)?,
             Some(memory) if memory.value > 0 => {
                 return self.refuse(memory.line, format!("Device {wanted:?} has no memory; remove the key memory"));
             }
@@ -335,11 +341,12 @@ impl Meaning<'_> {
         Ok(staged)
     }
 
-    fn memory_of(self, memory: &At<u64>) -> Checked<u64> {
+    fn memory_of(self, kind: EndpointKind, memory: &At<u64>) -> Checked<u64> {
         let bytes = memory.value;
-        if bytes == 0 || !bytes.is_multiple_of(PAGE) || bytes > MAX_MEMORY {
+        let (granule, least) = if kind == EndpointKind::Cuda { (gpus::GRANULE, "2MiB") } else { (PAGE, "4KiB") };
+        if bytes == 0 || !bytes.is_multiple_of(granule) || bytes > MAX_MEMORY {
             let problem = format!(
-                "memory is {}; write a multiple of 4KiB from \"4KiB\" to \"{}TiB\"",
+                "memory is {}; write a multiple of {least} from \"{least}\" to \"{}TiB\"",
                 quantity::size(bytes),
                 MAX_MEMORY >> 40
             );

@@ -3,7 +3,7 @@
 //! Not here: defaults, names that refer to each other, sums.
 
 use toml::de::DeTable;
-use vmm_broker::{EndpointKind, IommuMode, Limits, UnsealedMemory};
+use vmm_broker::{Completion, EndpointKind, IommuMode, Limits, UnsealedMemory};
 use vmm_sandbox::{Fence, Mode};
 
 use super::quantity::{RATE, SIZE, TIME};
@@ -42,6 +42,7 @@ pub(crate) struct TypedDevice {
     pub(crate) bandwidth: Option<u64>,
     pub(crate) latency: Option<At<u64>>,
     pub(crate) function: Option<TypedFunction>,
+    pub(crate) gpu: Option<TypedGpu>,
 }
 
 /// The keys of a device that is a PCI function.
@@ -51,6 +52,13 @@ pub(crate) struct TypedFunction {
     /// The namespace or the BAR.
     pub(crate) part: u32,
     pub(crate) unmapped: Option<At<u64>>,
+}
+
+/// The keys of a device that is a GPU of the host.
+#[derive(Debug)]
+pub(crate) struct TypedGpu {
+    pub(crate) which: At<String>,
+    pub(crate) completion: Option<Completion>,
 }
 
 /// `[[tenant]]`.
@@ -128,8 +136,20 @@ fn daemon(mut section: Section<'_>) -> Result<TypedDaemon, ConfigError> {
 }
 
 /// Keys of every `[[device]]`, whatever its kind.
-const DEVICE: &[&str] =
-    &["name", "kind", "memory", "engines", "link", "address", "namespace", "bar", "unmapped", "erase"];
+const DEVICE: &[&str] = &[
+    "name",
+    "kind",
+    "memory",
+    "engines",
+    "link",
+    "address",
+    "namespace",
+    "bar",
+    "unmapped",
+    "erase",
+    "gpu",
+    "completion",
+];
 
 fn device(mut section: Section<'_>) -> Result<TypedDevice, ConfigError> {
     section.only(DEVICE)?;
@@ -141,6 +161,7 @@ fn device(mut section: Section<'_>) -> Result<TypedDevice, ConfigError> {
         EndpointKind::Nvme => &["name", "kind", "memory", "address", "namespace", "erase"],
         EndpointKind::Memory => &["name", "kind", "memory", "address", "bar", "unmapped", "erase"],
         EndpointKind::Edu => &["name", "kind", "address"],
+        EndpointKind::Cuda => &["name", "kind", "memory", "gpu", "completion"],
     };
     section.only_of(kind.name(), keys)?;
     let memory = match kind {
@@ -149,16 +170,39 @@ fn device(mut section: Section<'_>) -> Result<TypedDevice, ConfigError> {
     };
     let line = section.line();
     let name = section.require("name", name, "\"gpu0\"")?;
-    if !matches!(kind, EndpointKind::Gpu | EndpointKind::Fpga) {
-        let function = Some(function(&section, kind)?);
-        return Ok(TypedDevice { line, name, kind, memory, engines: None, bandwidth: None, latency: None, function });
-    }
-    let engines = section.integer("engines", 1..=64)?;
-    let (bandwidth, latency) = match section.table("link", "{ bandwidth = \"16GB/s\", latency = \"1us\" }")? {
-        Some(link) => self::link(link)?,
-        None => (None, None),
+    let mut device = TypedDevice {
+        line,
+        name,
+        kind,
+        memory,
+        engines: None,
+        bandwidth: None,
+        latency: None,
+        function: None,
+        gpu: None,
     };
-    Ok(TypedDevice { line, name, kind, memory, engines, bandwidth, latency, function: None })
+    match kind {
+        EndpointKind::Gpu | EndpointKind::Fpga => {
+            device.engines = section.integer("engines", 1..=64)?;
+            if let Some(link) = section.table("link", "{ bandwidth = \"16GB/s\", latency = \"1us\" }")? {
+                (device.bandwidth, device.latency) = self::link(link)?;
+            }
+        }
+        EndpointKind::Nvme | EndpointKind::Memory | EndpointKind::Edu => {
+            device.function = Some(function(&section, kind)?);
+        }
+        EndpointKind::Cuda => device.gpu = Some(gpu(&section)?),
+    }
+    Ok(device)
+}
+
+/// What only a device that is a GPU of the host has.
+fn gpu(section: &Section<'_>) -> Result<TypedGpu, ConfigError> {
+    let which = section.string("gpu")?;
+    Ok(TypedGpu {
+        which: section.require("gpu", which, "\"0000:01:00.0\"")?,
+        completion: section.choice("completion", &Completion::ALL.map(|completion| (completion.name(), completion)))?,
+    })
 }
 
 /// What only a device that is a PCI function has.

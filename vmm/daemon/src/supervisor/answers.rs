@@ -77,6 +77,7 @@ fn status(tenant: &Tenant) -> TenantStatus {
         keeper_pid: tenant.keeper().map(Child::pid),
         last_outage_us: tenant.last_outage.and_then(|outage| u64::try_from(outage.as_micros()).ok()),
         failures: tenant.failures,
+        last_failure: tenant.last_failure.clone(),
         keeper_failures: tenant.keeper_failures,
         faults: page.faults(0).total.saturating_add(suppressed),
         counters: counters.collect(),

@@ -7,7 +7,7 @@ use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
 use hw_vfio::VfioError;
-use vmm_broker::{BrokerDevice, FromBroker, Lease, ToBroker};
+use vmm_broker::{Backing, BrokerDevice, FromBroker, Lease, ToBroker};
 
 use super::backoff::Backoff;
 use super::child::{Child, Heard};
@@ -74,7 +74,7 @@ impl Broker {
         let device = |device: &DeviceConfig| BrokerDevice {
             name: device.name.clone(),
             memory: device.memory,
-            function: device.function.as_ref().and_then(|function| groups.function(&function.address)),
+            backing: backing(device, groups),
         };
         let (numbers, fds) = groups.all();
         self.tell(&ToBroker::Devices { devices: config.devices.iter().map(device).collect(), groups: numbers }, &fds);
@@ -133,5 +133,15 @@ impl Broker {
         if let Some(child) = &mut self.child {
             child.kill();
         }
+    }
+}
+
+/// What the memory of a device's slices is.
+fn backing(device: &DeviceConfig, groups: &Groups) -> Backing {
+    let function = device.function.as_ref().and_then(|function| groups.function(&function.address));
+    match function {
+        Some(function) => Backing::Function(function),
+        None if device.gpu.is_some() => Backing::Worker,
+        None => Backing::File,
     }
 }

@@ -98,7 +98,7 @@ pub(crate) fn run(store: Store, config: Config) -> anyhow::Result<()> {
         tracing::warn!(%error, "Workers may inherit descriptors that this daemon was started with");
     }
     let signals = Signals::block().context("Cannot take signals")?;
-    let sandbox = Sandbox::new(config.daemon.seccomp, &[Class::Supervisor])?;
+    let sandbox = Sandbox::new(config.daemon.seccomp, &[Class::Supervisor], false)?;
     let starter = Starter::new(&config.daemon)?;
     process::raise_descriptor_limit();
     let mut patience = Patience::new(runtime_dir::PATIENCE);

@@ -21,7 +21,12 @@ pub(crate) struct Starter {
     launcher: Launcher,
     /// What every role is told.
     words: Vec<String>,
+    /// Another libcuda for workers that have GPUs: tests have one.
+    cuda_library: Option<String>,
 }
+
+/// Names that other libcuda, to the supervisor only: roles have no environment.
+const CUDA_LIBRARY: &str = "PEERGATE_CUDA_LIBRARY";
 
 impl Starter {
     /// Finds out what this host lets a process be fenced in by. To be called before the supervisor confines itself.
@@ -41,7 +46,16 @@ impl Starter {
         .flat_map(|(key, value)| [key.to_owned(), value.to_owned()])
         .collect();
         words.extend(daemon.core_dumps.then(|| "--core-dumps".to_owned()));
-        Ok(Self { launcher, words })
+        Ok(Self { launcher, words, cuda_library: std::env::var(CUDA_LIBRARY).ok() })
+    }
+
+    /// What a worker that has these GPUs is told of them.
+    pub(crate) fn gpu_words<'a>(&'a self, gpus: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+        let mut words: Vec<_> = gpus.flat_map(|gpu| ["--gpu", gpu]).collect();
+        if let Some(library) = self.cuda_library.as_deref().filter(|_| !words.is_empty()) {
+            words.extend(["--cuda-library", library]);
+        }
+        words
     }
 }
 

@@ -4,7 +4,7 @@
 //! it, and the keeper gets the other end of that process's connection. A worker that ends, well or not, is followed by the next. If the keeper holds a
 //! VMM then, it carries the connection over; else the session begins afresh.
 //!
-//! A VM waits for a worker that takes over, so that has [`start::TAKE_OVER`], or [`start::TAKE_OVER_FUNCTIONS`]; one whose VM has gone has [`TEARDOWN`]
+//! A VM waits for a worker that takes over, so that has [`start::TAKE_OVER`], or [`start::TAKE_OVER_HARDWARE`]; one whose VM has gone has [`TEARDOWN`]
 //! to end. A worker that is late is killed, which is a failure like any other.
 //!
 //! Not here: how a worker is started (`start`), what a worker or a keeper does, what changes while it runs (`adapt`), the event loop.
@@ -47,6 +47,8 @@ pub(crate) struct Tenant {
     backoff: Backoff,
     /// What the broker has given, or has been asked for.
     pub(crate) holds: Option<Lease>,
+    /// The worker, or the next one, has devices that are not simulated.
+    has_hardware: bool,
     /// What others hold leaves enough for the next worker.
     has_room: bool,
     /// The worker has nothing left of what it took before it was told to take no more.
@@ -55,6 +57,8 @@ pub(crate) struct Tenant {
     drain_turn: u32,
     pub(crate) session: u32,
     pub(crate) failures: u64,
+    /// Why the last worker that failed did, as it said itself.
+    pub(crate) last_failure: Option<String>,
     pub(crate) keeper_failures: u64,
     pub(crate) stage: Stage,
     /// Since when a connected VMM has had no worker.
@@ -95,11 +99,13 @@ impl Tenant {
             connected: false,
             backoff: Backoff::default(),
             holds: None,
+            has_hardware: false,
             has_room: true,
             quiet: false,
             drain_turn: 0,
             session: 0,
             failures: 0,
+            last_failure: None,
             keeper_failures: 0,
             stage: Stage::Pause { until: now },
             lost_at: None,
@@ -259,7 +265,10 @@ impl Tenant {
         let status = worker.ended()?;
         let Stage::Running { worker, .. } = std::mem::replace(&mut self.stage, Stage::Over) else { return None };
         let failed = !status.success();
-        self.failures += u64::from(failed);
+        if failed {
+            self.failures += 1;
+            self.last_failure.clone_from(&worker.reason);
+        }
         self.page.clear_worker();
         if self.connected {
             self.lost_at = self.lost_at.or(Some(Instant::now()));

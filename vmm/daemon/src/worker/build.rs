@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use hw_cuda::CudaEngine;
 use hw_engine::proof::PLACES;
-use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, LinkId, Memory, RamMap};
+use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, Fleet, LinkId, Memory, RamMap, ThreadHook};
 use hw_host::HostMemory;
 use hw_sim::{Clock, SimConfig, SimEndpoint, SimEngine};
 use hw_vfio::Function;
@@ -19,7 +20,8 @@ use vdev_wire::{PAGE_SIZE, PathReason};
 use vmm_broker::{Endpoint, FunctionFds, LinkTable, Setup, TenantPage};
 use vmm_sandbox::{Class, Sandbox};
 
-use super::functions::Functions;
+use super::functions::{Functions, Hardware};
+use super::gpus::{self, Gpus, Told};
 use super::observer::PageObserver;
 use super::prove::{prove, stage_what_takes_two_hops};
 
@@ -28,11 +30,11 @@ const FPGA_REGISTERS: u64 = PAGE_SIZE;
 
 /// Bytes that each copy of a proof moves: enough to tell, and no time on any link.
 const PROOF_UNIT: u64 = 64;
-/// How long all proofs of a session may take. A worker must be ready in 5 s, one with functions in 30 s, and an engine may take one to give up what it has.
+/// How long all proofs of a session may take. A worker must be ready in 5 s, one with hardware in 30 s, and an engine may take one to give up what it has.
 const PROOF_TIME: Duration = Duration::from_millis(3500);
-/// The same for functions: whole blocks of any device, unless a slice is too small for that, and time for the slowest.
-const FUNCTION_UNIT: u64 = PAGE_SIZE;
-const FUNCTION_TIME: Duration = Duration::from_secs(20);
+/// The same for hardware: whole blocks of any device, unless a slice is too small for that, and time for the slowest.
+const HARDWARE_UNIT: u64 = PAGE_SIZE;
+const HARDWARE_TIME: Duration = Duration::from_secs(20);
 
 /// A device and the memory it works on.
 pub(crate) struct Built {
@@ -40,8 +42,10 @@ pub(crate) struct Built {
     pub(crate) ram: Arc<dyn RamMap>,
     /// The tenant's view of the host's links.
     pub(crate) links: Arc<LinkTable>,
+    /// The engine of the GPUs, if there are some.
+    pub(crate) cuda: Option<Arc<CudaEngine>>,
     /// What must stay open.
-    pub(crate) idle: Vec<Function>,
+    pub(crate) open: Vec<Function>,
 }
 
 /// Makes the tenant's device. Starts the engines' threads, which confine themselves.
@@ -50,6 +54,7 @@ pub(crate) fn build(
     ledger: OwnedFd,
     slices: Vec<OwnedFd>,
     functions: Option<FunctionFds>,
+    gpus: &Gpus,
     page: &Arc<TenantPage>,
     sandbox: &Arc<Sandbox>,
 ) -> anyhow::Result<Built> {
@@ -62,23 +67,24 @@ pub(crate) fn build(
     let simulated = simulated(setup, &specs, slices, &memory)?;
     let confined = |class| {
         let sandbox = Arc::clone(sandbox);
-        Arc::new(move || crate::role::confine(&sandbox, class)) as Arc<dyn Fn() + Send + Sync>
+        Arc::new(move || crate::role::confine(&sandbox, class)) as ThreadHook
     };
     let mut config = SimConfig::new(simulated);
     config.thread_hook = Some(confined(Class::Timekeeper));
     let simulator = SimEngine::new(&config, memory.clone(), links.clone(), Clock::Monotonic);
     let mut engine: Arc<dyn DmaEngine> = Arc::new(simulator.context("Cannot start the engines")?);
     let mut view: Arc<dyn Memory> = memory.clone();
-    let (mut reach, mut idle) = (reach(setup), Vec::new());
+    let mut reach = reach(setup);
     let mut proof = (PROOF_UNIT, PROOF_TIME);
-    if let Some(fds) = functions {
-        let functions = Functions::open(setup, fds)?;
-        functions.map(&memory)?;
-        let hardware = functions.engines(&memory, engine, &confined(Class::Engine))?;
-        (view, idle) = (hardware.fleet.memory(), hardware.idle);
-        engine = hardware.fleet;
-        let unit = function_unit(&specs);
-        proof = (unit, FUNCTION_TIME);
+    let hook = confined(Class::Engine);
+    let (Hardware { members, idle, open }, cuda) = hardware(setup, functions, gpus, &memory, &hook)?;
+    if !members.is_empty() || !idle.is_empty() {
+        let fleet = Fleet::new(members, idle, engine, memory.clone(), Some(hook));
+        let fleet = fleet.context("There is no thread for the engines; check the limits on threads")?;
+        view = fleet.memory();
+        engine = Arc::new(fleet);
+        let unit = hardware_unit(&specs);
+        proof = (unit, HARDWARE_TIME);
         stage_what_takes_two_hops(&*engine, &specs, unit, &mut reach);
     }
     prove(&*engine, &*view, &specs, proof, &mut reach);
@@ -92,13 +98,36 @@ pub(crate) fn build(
     };
     let observer = Arc::new(PageObserver { page: Arc::clone(page), session: setup.session });
     let device = Device::new(spec, engine, memory.clone(), observer).context("Cannot make the device")?;
-    Ok(Built { device, ram: memory, links, idle })
+    let ram: Arc<dyn RamMap> = match &cuda {
+        Some(engine) => Arc::new(Told { memory, engine: Arc::clone(engine) }),
+        None => memory,
+    };
+    Ok(Built { device, ram, links, cuda, open })
+}
+
+/// What there is besides simulated devices.
+fn hardware(
+    setup: &Setup,
+    functions: Option<FunctionFds>,
+    gpus: &Gpus,
+    memory: &Arc<HostMemory>,
+    hook: &ThreadHook,
+) -> anyhow::Result<(Hardware, Option<Arc<CudaEngine>>)> {
+    let mut hardware = Hardware::default();
+    if let Some(fds) = functions {
+        let functions = Functions::open(setup, fds)?;
+        functions.map(memory)?;
+        hardware = functions.engines(memory, hook)?;
+    }
+    let cuda = gpus.engine(setup, memory, hook)?;
+    hardware.members.extend(cuda.iter().flat_map(|engine| gpus::members(setup, engine)));
+    Ok((hardware, cuda))
 }
 
 /// As much as each slice can lend for a proof.
-fn function_unit(specs: &[EndpointSpec]) -> u64 {
+fn hardware_unit(specs: &[EndpointSpec]) -> u64 {
     let lens = specs.iter().map(|spec| spec.memory_len / PLACES).filter(|len| *len > 0);
-    lens.min().and_then(u64::checked_ilog2).map_or(FUNCTION_UNIT, |log| FUNCTION_UNIT.min(1 << log))
+    lens.min().and_then(u64::checked_ilog2).map_or(HARDWARE_UNIT, |log| HARDWARE_UNIT.min(1 << log))
 }
 
 /// Maps the slices of simulated devices.
@@ -108,7 +137,7 @@ fn simulated(
     slices: Vec<OwnedFd>,
     memory: &HostMemory,
 ) -> anyhow::Result<Vec<SimEndpoint>> {
-    let endpoints = setup.endpoints.iter().zip(specs).filter(|(endpoint, _)| endpoint.function.is_none());
+    let endpoints = setup.endpoints.iter().zip(specs).filter(|(endpoint, _)| endpoint.is_simulated());
     let made = endpoints.zip(slices).map(|((endpoint, spec), slice)| {
         memory
             .add_aperture(spec.id, &File::from(slice), spec.memory_len)
@@ -120,7 +149,7 @@ fn simulated(
 
 fn spec(endpoint: &Endpoint, id: EndpointId) -> EndpointSpec {
     let (kind, registers_len) = match endpoint.kind {
-        vmm_broker::EndpointKind::Gpu => (EndpointKind::Gpu, 0),
+        vmm_broker::EndpointKind::Gpu | vmm_broker::EndpointKind::Cuda => (EndpointKind::Gpu, 0),
         vmm_broker::EndpointKind::Fpga => (EndpointKind::Fpga, FPGA_REGISTERS),
         vmm_broker::EndpointKind::Nvme => (EndpointKind::Storage, 0),
         vmm_broker::EndpointKind::Memory => (EndpointKind::Memory, 0),
@@ -193,9 +222,10 @@ mod tests {
                 engines: 1,
                 link: 0,
                 function: None,
+                gpu: None,
             };
             let specs: Vec<_> = lens.iter().map(|len| spec(&endpoint(len), EndpointId::local(0))).collect();
-            function_unit(&specs)
+            hardware_unit(&specs)
         };
         assert_eq!([unit(&[]), unit(&[0]), unit(&[16 << 20, 0, 12 << 10])], [4096; 3]);
         assert_eq!([unit(&[16 << 20, 8 << 10]), unit(&[4096])], [2048, 1024]);

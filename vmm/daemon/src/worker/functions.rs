@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
-use hw_engine::{DmaEngine, Fleet, Member, Memory, Place, ThreadHook};
+use hw_engine::{Member, Memory, Place, ThreadHook};
 use hw_host::{DeviceArea, HostMemory};
 use hw_vfio::{FaultWatch, Function, Hole, Host, Kind, Lazy, MapSink, Slice, Unwatched, VfioEngine};
 use iommu_addr::{ApertureOffset, EndpointId, Location};
@@ -31,11 +31,15 @@ pub(crate) struct Functions<'a> {
     free: BTreeMap<String, (Function, OwnedFd)>,
 }
 
-/// Every engine of a tenant that has functions.
+/// What there is besides simulated devices.
+#[derive(Default)]
 pub(crate) struct Hardware {
-    pub(crate) fleet: Arc<Fleet>,
+    /// Endpoints that have an engine.
+    pub(crate) members: Vec<Member>,
+    /// Endpoints that have none.
+    pub(crate) idle: Vec<EndpointId>,
     /// Functions without an engine, which answer as long as they are open.
-    pub(crate) idle: Vec<Function>,
+    pub(crate) open: Vec<Function>,
 }
 
 impl<'a> Functions<'a> {
@@ -83,13 +87,8 @@ impl<'a> Functions<'a> {
         Ok(())
     }
 
-    /// Starts the engines, and erases what memory they have. `rest` does what no function does.
-    pub(crate) fn engines(
-        mut self,
-        memory: &Arc<HostMemory>,
-        rest: Arc<dyn DmaEngine>,
-        hook: &ThreadHook,
-    ) -> anyhow::Result<Hardware> {
+    /// Starts the engines, and erases what memory they have.
+    pub(crate) fn engines(mut self, memory: &Arc<HostMemory>, hook: &ThreadHook) -> anyhow::Result<Hardware> {
         let mut holes = Vec::new();
         for (id, endpoint, part) in self.of_kind(EndpointKind::Memory) {
             let start = endpoint.memory_len.saturating_sub(part.unmapped);
@@ -106,7 +105,9 @@ impl<'a> Functions<'a> {
                 EndpointKind::Nvme => Kind::Nvme { namespace: part.part },
                 EndpointKind::Edu => Kind::Edu,
                 EndpointKind::Memory => continue,
-                EndpointKind::Gpu | EndpointKind::Fpga => bail!("A simulated device is no function"),
+                EndpointKind::Gpu | EndpointKind::Fpga | EndpointKind::Cuda => {
+                    bail!("Slice {:?} is no function", endpoint.name)
+                }
             };
             let failed = || format!("Slice {:?} has no engine", endpoint.name);
             let (function, watch) = self.free.remove(&part.address).with_context(failed)?;
@@ -122,9 +123,7 @@ impl<'a> Functions<'a> {
             engine.erase_own().with_context(failed)?;
             members.push(Member { endpoint: id, engine: Arc::new(engine), same_function: behind(&part.address) });
         }
-        let fleet = Fleet::new(members, idle, rest, memory.clone(), Some(Arc::clone(hook)));
-        let fleet = fleet.context("There is no thread for the engines; check the limits on threads")?;
-        Ok(Hardware { fleet: Arc::new(fleet), idle: self.free.into_values().map(|(function, _)| function).collect() })
+        Ok(Hardware { members, idle, open: self.free.into_values().map(|(function, _)| function).collect() })
     }
 
     fn of_kind(

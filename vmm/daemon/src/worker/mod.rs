@@ -10,11 +10,12 @@
 mod build;
 mod drain;
 mod functions;
+mod gpus;
 mod observer;
 mod prove;
 
-use std::io::{PipeReader, PipeWriter};
-use std::os::fd::OwnedFd;
+use std::io::{PipeReader, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -30,6 +31,7 @@ use vmm_vhost_user::{Options, ThreadClass, UnsealedPolicy, serve};
 use crate::role::{self, Needs, RoleArgs};
 use build::{Built, build};
 use drain::Drain;
+use gpus::{GpuArgs, Gpus};
 
 /// How a supervisor starts a worker.
 #[derive(Debug, Args)]
@@ -38,6 +40,8 @@ pub(crate) struct WorkerArgs {
     #[arg(long)]
     pub(crate) tenant: String,
     #[command(flatten)]
+    pub(crate) gpus: GpuArgs,
+    #[command(flatten)]
     pub(crate) role: RoleArgs,
 }
 
@@ -45,17 +49,24 @@ pub(crate) struct WorkerArgs {
 const NEEDS: Needs = Needs {
     classes: &[Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper, Class::Engine],
     threads: true,
+    gpus: false,
     descriptors: Some(2048),
 };
 
 /// Serves one connection. False if it failed and the supervisor knows why, who then says it.
 pub(crate) fn run(args: &WorkerArgs) -> anyhow::Result<bool> {
-    let (sandbox, channel) = role::begin(&args.role, NEEDS)?;
+    let gpus = Gpus::open(&args.gpus, args.role.namespaces);
+    let needs = Needs { gpus: !args.gpus.wanted.is_empty(), ..NEEDS };
+    let (sandbox, channel) = role::begin(&args.role, needs)?;
     let sandbox = Arc::new(sandbox);
     let Some((setup, fds)) = receive_setup(&channel)? else { return Ok(true) };
-    let end = std::io::pipe().context("Cannot make a pipe")?;
-    sandbox.apply(Class::Worker)?;
-    let Err(error) = work(&channel, &setup, fds, end, &sandbox) else { return Ok(true) };
+    let pipes = || std::io::pipe().context("Cannot make a pipe");
+    let (end, lost) = (pipes()?, pipes()?);
+    // The driver of GPUs has started some.
+    sandbox.apply_to_all(Class::Worker)?;
+    // What is wrong with a GPU can be told only now.
+    let outcome = gpus.and_then(|gpus| work(&channel, &setup, fds, &gpus, (end, lost), &sandbox));
+    let Err(error) = outcome else { return Ok(true) };
     let reason = format!("{error:#}");
     if channel.send(&ToSupervisor::Failed { reason }, &[]).is_err() {
         return Err(error);
@@ -75,19 +86,27 @@ fn receive_setup(channel: &Channel) -> anyhow::Result<Option<(Box<Setup>, SetupF
     }
 }
 
-/// `end` is closed on its writing side when the connection is over.
+type Pipe = (PipeReader, PipeWriter);
+
+/// The first pipe is closed on its writing side when the connection is over; over the second one comes the reason if a GPU is lost.
 fn work(
     channel: &Channel,
     setup: &Setup,
     fds: SetupFds,
-    (ended, ending): (PipeReader, PipeWriter),
+    gpus: &Gpus,
+    ((ended, ending), (lost, losing)): (Pipe, Pipe),
     sandbox: &Arc<Sandbox>,
 ) -> anyhow::Result<()> {
     let SetupFds { listener, page, ledger, journal, slices, functions } = fds;
     let page = Arc::new(TenantPage::open(page).context("Cannot map the tenant's page")?);
     crate::log::count_in(Arc::clone(&page));
     // First named, last gone: engines use what is behind its BARs.
-    let Built { idle: _open, device, ram, links } = build(setup, ledger, slices, functions, &page, sandbox)?;
+    let Built { open: _open, device, ram, links, cuda } =
+        build(setup, ledger, slices, functions, gpus, &page, sandbox)?;
+    if let Some(engine) = &cuda {
+        // Nobody listens any more if the worker ends already.
+        engine.on_lost(Box::new(move |error| drop((&losing).write_all(error.to_string().as_bytes()))));
+    }
     let journal = JournalPage::open(journal).context("Cannot map the journal of the tenant's queues")?;
     let options = options(setup, journal, sandbox);
     let connection = connect(Arc::clone(&device), ram, listener, options, ending)?;
@@ -98,12 +117,16 @@ fn work(
     channel.send(&ToSupervisor::Ready {}, &[])?;
     loop {
         drain.look(&device, channel)?;
-        let mut fds = [PollFd::new(channel, PollFlags::IN), PollFd::new(&ended, PollFlags::IN)];
+        let mut fds =
+            [channel.as_fd(), ended.as_fd(), lost.as_fd()].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
         match poll(&mut fds, drain.glance()) {
             Err(rustix::io::Errno::INTR) => continue,
             result => result.context("Cannot wait")?,
         };
-        let [heard, over] = fds.map(|fd| !fd.revents().is_empty());
+        let [heard, over, is_lost] = fds.map(|fd| !fd.revents().is_empty());
+        if is_lost {
+            bail!("A GPU is lost: {}", reason(&lost)?);
+        }
         if over {
             return match connection.join() {
                 Ok(result) => result,
@@ -128,6 +151,13 @@ fn work(
     tracing::debug!("Ending in good order");
     device.shutdown();
     Ok(())
+}
+
+/// What was written at once.
+fn reason(mut pipe: &PipeReader) -> anyhow::Result<String> {
+    let mut text = [0; 1024];
+    let len = pipe.read(&mut text).context("Cannot read a pipe")?;
+    Ok(String::from_utf8_lossy(text.get(..len).unwrap_or_default()).into_owned())
 }
 
 /// Starts the thread that serves the connection. `ending` is closed when it has ended.

@@ -96,10 +96,18 @@ impl Daemon {
         Self::run(dir, command, log)
     }
 
-    fn run(dir: TempDir, mut command: Command, log: impl Into<Stdio>) -> Self {
+    /// Runs a daemon's command, and waits until every tenant waits for its VMM.
+    pub(crate) fn run(dir: TempDir, command: Command, log: impl Into<Stdio>) -> Self {
+        let daemon = Self::run_only(dir, command, log);
+        daemon.wait_for(|status| status.tenants.iter().all(|tenant| tenant.state == TenantState::Waiting));
+        daemon
+    }
+
+    /// Runs a daemon's command, and waits until it answers.
+    pub(crate) fn run_only(dir: TempDir, mut command: Command, log: impl Into<Stdio>) -> Self {
         let child = command.stdout(Stdio::null()).stderr(log).process_group(0).spawn().unwrap();
         let daemon = Self { dir, child };
-        daemon.wait_for(|status| status.tenants.iter().all(|tenant| tenant.state == TenantState::Waiting));
+        daemon.wait_for(|_| true);
         daemon
     }
 

@@ -2,6 +2,7 @@
 //!
 //! Not here: when there is to be one, what becomes of it.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -18,8 +19,8 @@ use crate::supervisor::process::Starter;
 
 /// How long a worker may take from its start until it knows what the one before it knew.
 pub(super) const TAKE_OVER: Duration = Duration::from_secs(5);
-/// The same for one that has PCI functions, which it erases and proves first.
-pub(super) const TAKE_OVER_FUNCTIONS: Duration = Duration::from_secs(30);
+/// The same for one that has hardware: it erases and proves that first, and a GPU's driver takes its time to start.
+pub(super) const TAKE_OVER_HARDWARE: Duration = Duration::from_secs(30);
 
 impl Tenant {
     /// The lease that the next worker needs, if it is time for one.
@@ -31,6 +32,8 @@ impl Tenant {
         self.session = self.session.wrapping_add(1).max(1);
         self.stage = Stage::Leasing;
         self.holds = Some(self.lease(config));
+        self.has_hardware =
+            devices(&self.config, config).any(|device| device.function.is_some() || device.gpu.is_some());
         self.holds.clone()
     }
 
@@ -88,9 +91,10 @@ impl Tenant {
     /// There is a worker now.
     pub(super) fn take(&mut self, mut worker: Child) {
         if self.connected {
-            let (patience, failure) = match &self.holds {
-                Some(lease) if lease.container => (TAKE_OVER_FUNCTIONS, "it did not take over its VM within 30 s"),
-                _ => (TAKE_OVER, "it did not take over its VM within 5 s"),
+            let (patience, failure) = if self.has_hardware {
+                (TAKE_OVER_HARDWARE, "it did not take over its VM within 30 s")
+            } else {
+                (TAKE_OVER, "it did not take over its VM within 5 s")
             };
             worker.expect(patience, failure);
         }
@@ -111,7 +115,9 @@ impl Tenant {
             self.journal.clear();
         }
         let (listener, stream) = private_connection(config, self.id)?;
-        let mut worker = Child::start("worker", &["--tenant", &self.config.name], starter)?;
+        let gpus = starter.gpu_words(gpus(&self.config, config).into_iter());
+        let words = [vec!["--tenant", &self.config.name], gpus].concat();
+        let mut worker = Child::start("worker", &words, starter)?;
         let mut fds = vec![listener.as_fd(), self.page.page(), links.page(), self.journal.page()];
         fds.extend(slices.iter().map(AsFd::as_fd));
         let setup = setup(&self.config, self.place, self.session, config);
@@ -140,12 +146,17 @@ fn devices<'a>(tenant: &'a TenantConfig, config: &'a Config) -> impl Iterator<It
     tenant.slices.iter().filter_map(|slice| config.devices.get(slice.device))
 }
 
+/// The GPUs that it has memory of, each once.
+fn gpus<'a>(tenant: &'a TenantConfig, config: &'a Config) -> BTreeSet<&'a str> {
+    devices(tenant, config).filter_map(|device| device.gpu.as_ref()).map(|gpu| gpu.which.as_str()).collect()
+}
+
 fn setup(tenant: &TenantConfig, place: u16, session: u32, config: &Config) -> Setup {
     let endpoint = |slice: &SliceConfig| {
         let device = config.devices.get(slice.device)?;
         let (kind, engines, link) = (device.kind, device.engines, device.number);
-        let function = device.function.clone();
-        Some(Endpoint { name: slice.name.clone(), kind, memory_len: slice.memory, engines, link, function })
+        let (function, gpu) = (device.function.clone(), device.gpu.clone());
+        Some(Endpoint { name: slice.name.clone(), kind, memory_len: slice.memory, engines, link, function, gpu })
     };
     let count = config.devices.iter().map(|device| usize::from(device.number) + 1).max().unwrap_or(0);
     let mut links = vec![Link { bandwidth: 0, latency_ns: 0 }; count];

@@ -9,7 +9,7 @@ use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use vmm_broker::{Channel, LinkTable, ToWorker};
 use vmm_sandbox::Fence;
 
-use super::start::{TAKE_OVER, TAKE_OVER_FUNCTIONS};
+use super::start::{TAKE_OVER, TAKE_OVER_HARDWARE};
 use super::*;
 use crate::config::{Config, DaemonConfig};
 use crate::supervisor::process::Process;
@@ -217,7 +217,7 @@ fn a_worker_that_does_not_take_over_in_time_is_killed_and_has_failed() {
 }
 
 #[test]
-fn a_worker_that_has_functions_to_erase_may_take_longer() {
+fn a_worker_that_has_hardware_may_take_longer() {
     let dir = tempfile::tempdir().unwrap();
     let (mut tenant, keeper, _worker) = running(dir.path());
     keeper.send(&FromKeeper::Connected {}, &[]).unwrap();
@@ -227,11 +227,11 @@ fn a_worker_that_has_functions_to_erase_may_take_longer() {
 
     let (next, _says) = process();
     tenant.session = 2;
-    tenant.holds.as_mut().unwrap().container = true;
+    tenant.has_hardware = true;
     tenant.take(next);
     tenant.kill_overdue(after(TAKE_OVER));
     assert_eq!((tenant.failures, tenant.reap_worker().is_some()), (1, false), "it has time");
-    tenant.kill_overdue(after(TAKE_OVER_FUNCTIONS));
+    tenant.kill_overdue(after(TAKE_OVER_HARDWARE));
     assert_eq!(tenant.worker().unwrap().reason.as_deref(), Some("it did not take over its VM within 30 s"));
     assert_eq!(ended_by(&mut tenant), KILLED);
 }

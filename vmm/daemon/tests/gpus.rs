@@ -1,0 +1,183 @@
+//! Workers with GPUs, whose driver is one without a GPU: it is `hw_cuda`'s own.
+//!
+//! That driver makes memory of files and starts threads where the real one asks the kernel's driver, so system calls are watched here and not forbidden;
+//! everything else that confines a worker does.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::process::Signal;
+use tempfile::TempPath;
+use vmm_control::TenantState;
+
+use common::{Daemon, kill, peergated, stderr, stdout, write_config};
+
+const CONFIG: &str = r#"
+[[device]]
+name = "cuda0"
+kind = "cuda"
+gpu = "0000:1a:00.0"
+memory = "16MiB"
+
+[[device]]
+name = "fpga0"
+kind = "fpga"
+memory = "8MiB"
+
+[[tenant]]
+name = "vm0"
+[[tenant.slice]]
+device = "cuda0"
+memory = "4MiB"
+[[tenant.slice]]
+device = "fpga0"
+memory = "4MiB"
+"#;
+
+/// The driver, with these settings of its (`hw/cuda/tests/fake`); `None`, which is said, where nothing can compile it.
+fn driver(settings: &str) -> Option<TempPath> {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hw/cuda/tests/fake");
+    let sources = ["libcuda.c", "memory.c", "streams.c", "transfer.c"].map(|name| fake.join(name));
+    let dir = tempfile::tempdir().unwrap();
+    // Workers have no environment, where settings would be.
+    let set = dir.path().join("settings.c");
+    let code = format!(
+        "#include <stdlib.h>\n__attribute__((constructor(101))) static void set(void) {{ setenv(\"FAKE_CUDA\", \"{settings}\", 1); }}\n"
+    );
+    fs::write(&set, code).unwrap();
+    // Where users without rights may read it, too.
+    let library = tempfile::Builder::new().prefix("gpus-").suffix(".so").tempfile_in(env!("CARGO_TARGET_TMPDIR"));
+    let library = library.unwrap().into_temp_path();
+    fs::remove_file(&library).unwrap();
+    let mut compiler = Command::new("cc");
+    compiler.args(["-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-DFAKE_VERSION=13000"]);
+    match compiler.arg("-o").arg(&*library).args(sources).arg(set).output() {
+        Ok(output) => assert!(output.status.success(), "{}", stderr(&output)),
+        Err(error) => {
+            println!("SKIP: there is no C compiler called cc ({error})");
+            return None;
+        }
+    }
+    Some(library)
+}
+
+/// A daemon with `config`, whose workers load that driver.
+fn start(config: &str, library: &Path, wait: bool) -> Daemon {
+    let dir = tempfile::tempdir().unwrap();
+    // So that this test needs no privileges to look into workers.
+    write_config(dir.path(), "seccomp = \"log\"\ncore_dumps = true", config);
+    let log = fs::File::create(dir.path().join("log")).unwrap();
+    let mut command = peergated(dir.path());
+    command.env("PEERGATE_CUDA_LIBRARY", library);
+    if wait { Daemon::run(dir, command, log) } else { Daemon::run_only(dir, command, log) }
+}
+
+#[test]
+fn a_tenants_gpu_is_proved_and_every_thread_of_its_driver_is_confined() {
+    let Some(library) = driver("") else { return };
+    let daemon = start(CONFIG, &library, true);
+    assert!(daemon.log().contains("Proved the endpoints to be peers pairs=2"), "{}", daemon.log());
+    let worker = daemon.tenant(0).worker_pid.unwrap();
+    let mut threads = 0;
+    for thread in fs::read_dir(format!("/proc/{worker}/task")).unwrap() {
+        let state = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
+        let field =
+            |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned();
+        assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), ("1".into(), "2".into()), "{state}");
+        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+            assert_eq!(field(set), "0000000000000000", "{state}");
+        }
+        // The supervisor's and the worker's two, at least.
+        assert!(field("Seccomp_filters:").parse::<u32>().is_ok_and(|filters| filters >= 3), "{state}");
+        threads += 1;
+    }
+    assert!(threads > 4, "the driver's are among them");
+    let files = |pid: u32| {
+        let links = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+        let links = links.map(|entry| fs::read_link(entry.unwrap().path()).unwrap_or_default());
+        links.map(|link| link.display().to_string()).collect::<Vec<_>>().join("\n")
+    };
+    let broker = files(daemon.status().daemon.broker_pid.unwrap());
+    assert!(broker.contains("peergate-vm0-fpga0") && !broker.contains("peergate-vm0-cuda0"), "{broker}");
+    assert!(stdout(&daemon.peergate(&["endpoints"])).contains("cuda"), "the operator sees what it is");
+    let log = daemon.log();
+    daemon.end();
+    assert!(!log.contains("ERROR"), "{log}");
+}
+
+#[test]
+fn slices_of_a_gpu_come_and_go_and_are_counted() {
+    let Some(library) = driver("") else { return };
+    let daemon = start(CONFIG, &library, true);
+    let refused = daemon.peergate(&["slice", "add", "vm0", "--device", "cuda0", "--memory", "1MiB", "--name", "more"]);
+    assert!(stderr(&refused).contains("write a multiple of 2MiB"), "{}", stderr(&refused));
+    let refused = daemon.peergate(&["slice", "add", "vm0", "--device", "cuda0", "--memory", "14MiB", "--name", "more"]);
+    assert!(
+        stderr(&refused).contains("Device \"cuda0\" has 16 MiB, but its slices take 18 MiB"),
+        "{}",
+        stderr(&refused)
+    );
+    let added = daemon.peergate(&["slice", "add", "vm0", "--device", "cuda0", "--memory", "12MiB", "--name", "more"]);
+    assert!(added.status.success(), "{}", stderr(&added));
+    daemon.wait_for(|status| status.tenants[0].session == 2 && status.tenants[0].state == TenantState::Waiting);
+    assert!(stdout(&daemon.peergate(&["endpoints"])).contains("more"));
+    // The last one goes, and with it the worker's driver.
+    for (name, session) in [("more", 3), ("cuda0", 4)] {
+        assert!(daemon.peergate(&["slice", "remove", "vm0", name]).status.success());
+        daemon
+            .wait_for(|status| status.tenants[0].session == session && status.tenants[0].state == TenantState::Waiting);
+    }
+    let worker = daemon.tenant(0).worker_pid.unwrap();
+    let maps = fs::read_to_string(format!("/proc/{worker}/maps")).unwrap();
+    assert!(!maps.contains(&library.display().to_string()), "{maps}");
+    assert_eq!(daemon.tenant(0).failures, 0, "{}", daemon.log());
+}
+
+#[test]
+fn a_worker_that_dies_is_followed_by_one_with_the_gpu() {
+    let Some(library) = driver("") else { return };
+    let daemon = start(CONFIG, &library, true);
+    kill(daemon.tenant(0).worker_pid.unwrap(), Signal::KILL);
+    daemon.wait_for(|status| status.tenants[0].session == 2 && status.tenants[0].state == TenantState::Waiting);
+    assert_eq!(daemon.log().matches("Proved the endpoints to be peers pairs=2").count(), 2);
+}
+
+/// Waits until a worker has failed, and says what `peergate status` then says of it.
+fn failure(config: &str, library: &Path) -> String {
+    let daemon = start(config, library, false);
+    daemon.wait_for(|status| status.tenants[0].last_failure.is_some());
+    let status = daemon.status();
+    assert_eq!(status.tenants[0].state, TenantState::Restarting);
+    let shown = stdout(&daemon.peergate(&["status"])).to_owned();
+    let reason = status.tenants[0].last_failure.clone().unwrap();
+    assert!(shown.contains(&format!("vm0: the last worker failed, because {reason:?}")), "{shown}");
+    reason
+}
+
+#[test]
+fn a_gpu_that_cannot_be_opened_is_told_of() {
+    let nowhere = PathBuf::from("/nowhere/libcuda.so.1");
+    let reason = failure(CONFIG, &nowhere);
+    assert!(
+        reason.starts_with("A GPU cannot be used: This machine has no CUDA driver (/nowhere/libcuda.so.1)"),
+        "{reason}"
+    );
+    let Some(library) = driver("") else { return };
+    let reason = failure(&CONFIG.replace("1a:00.0", "77:00.0"), &library);
+    assert!(reason.starts_with("A GPU cannot be used: There is no GPU 0000:77:00.0; this machine has"), "{reason}");
+    let Some(library) = driver("oom=1") else { return };
+    let reason = failure(CONFIG, &library);
+    assert!(reason.starts_with("Slice \"cuda0\" has no memory: GPU "), "{reason}");
+}
+
+#[test]
+fn a_gpu_that_fails_for_good_ends_its_worker_with_the_reason() {
+    // The slice is zeroed by then.
+    let Some(library) = driver("fault_after=4") else { return };
+    let reason = failure(CONFIG, &library);
+    assert!(reason.starts_with("A GPU is lost: "), "{reason}");
+}
