@@ -89,7 +89,9 @@ impl Submission {
 impl Device {
     /// One turn of a submission queue. True if there may be more to do at once.
     pub(crate) fn submit_turn(&self, port: &Arc<Port>, state: &mut Submission) -> bool {
-        self.glance();
+        if self.glance() {
+            state.idle_since = None;
+        }
         state.turn.glances = self.glances();
         state.turn.begin();
         self.run_ready(&mut state.turn, STEPS);

@@ -59,20 +59,21 @@ impl Device {
     }
 
     /// Collects what engines have ended, unless somebody is just doing that: a queue's thread that looks for more work does not leave it to the
-    /// timekeeper, which has to be woken.
-    pub(crate) fn glance(&self) {
+    /// timekeeper, which has to be woken. Answers whether there may be more of it before the thread would rest.
+    pub(crate) fn glance(&self) -> bool {
         if !self.glances() || self.flights.is_idle() {
-            return;
+            return false;
         }
-        let Some(mut turn) = try_lock(&self.timekeeper) else { return };
+        let Some(mut turn) = try_lock(&self.timekeeper) else { return false };
         let mut finished = Vec::new();
-        self.engine.poll(&mut finished);
+        let hint = self.engine.poll(&mut finished);
         if !finished.is_empty() {
             turn.begin();
             self.land_all(&mut turn, finished);
             self.retry_starved();
             self.settle(&mut turn);
         }
+        hint.is_some_and(|hint| hint <= self.spec.linger)
     }
 
     /// Whether queues' threads look for ends: those that look for more work for a while do.

@@ -15,6 +15,9 @@ pub(crate) struct BenchArgs {
     /// Measure from inside a guest instead: 4 KiB operations a second, beside a virtio block device that does nothing
     #[arg(long)]
     guest: bool,
+    /// Measure a GPU of this machine instead: transfers, energy, a pipeline and scatter, each beside its rivals
+    #[arg(long, conflicts_with = "guest")]
+    gpu: bool,
     /// Passed on; see `cargo xtask bench -- --help`
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGS")]
     args: Vec<OsString>,
@@ -24,7 +27,8 @@ pub(crate) fn run(args: BenchArgs) -> Result<()> {
     if args.guest {
         return bench::in_guest(&Kit::ensure()?, &args.args);
     }
-    let mut command = cargo(&["run", "--quiet", "--release", "--package", "bench", "--"]);
+    let program = if args.gpu { "gpu_bench" } else { "bench" };
+    let mut command = cargo(&["run", "--quiet", "--release", "--package", "bench", "--bin", program, "--"]);
     command.args(args.args);
     must(command)
 }

@@ -43,6 +43,8 @@ pub(crate) fn latency(world: &World, buffers: &mut Buffers, samples: usize, run:
             if mode != "direct" {
                 continue;
             }
+            let alone = repeat(samples, || world.alone(&job))?;
+            run.add(Row::new("latency", case, len, "engine", "us", alone));
             let plain = repeat(samples, || bare(&world.cuda, &[job]))?;
             run.add(Row::new("latency", case, len, "bare", "us", plain));
             for (who, is_registered) in [("pageable", false), ("pinned", true)] {

@@ -83,9 +83,7 @@ impl Cuda {
     /// Lets the GPU reach memory that stays mapped as long as the process.
     pub(crate) fn register(&self, address: u64, len: u64) -> Result<()> {
         // SAFETY: it stays mapped.
-        ok("cuMemHostRegister", unsafe {
-            (self.functions.register)(address as *mut c_void, usize::try_from(len)?, 3)
-        })
+        ok("cuMemHostRegister", unsafe { (self.functions.register)(address as *mut c_void, usize::try_from(len)?, 3) })
     }
 
     /// Copies between a GPU and memory that is not registered: the driver's own staging.

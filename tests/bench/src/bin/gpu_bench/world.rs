@@ -16,9 +16,9 @@ use anyhow::{Context, Result, ensure};
 use harness::rig::{EndpointKind, Recorder, endpoint, journal_words};
 use harness::{DriverOptions, InProcessDriver, Rig};
 use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
-use hw_engine::{EndpointSpec, Fleet, Member, Memory, RamMap};
+use hw_engine::{DmaEngine, EndpointSpec, Fleet, JobId, Member, Memory, RamMap, Route, Segments, Transfer};
 use hw_host::{HostEngine, HostMemory};
-use iommu_addr::EndpointId;
+use iommu_addr::{ApertureOffset, DomainId, EndpointId, Location, Segment};
 use peergate_guest::uapi::{self, Alloc, Completion, Peer, Work};
 use peergate_guest::{Channel, Driver as _, Error, Status, TransferPath};
 use rustix::fs::SealFlags;
@@ -53,6 +53,8 @@ pub(crate) struct World {
     /// The slice's address on the GPU.
     pub(crate) device: u64,
     pub(crate) apertures: Vec<Aperture>,
+    /// What the device hands its transfers to.
+    pub(crate) engine: Arc<Fleet>,
     slice: Alloc,
     channel: Box<dyn Channel>,
     _driver: InProcessDriver,
@@ -80,7 +82,7 @@ impl World {
             mapped.push((address, len));
             specs.push(spec);
         }
-        let (device_of, ram) = serve(slice, specs, memory, settings)?;
+        let (device_of, ram, engine) = serve(slice, specs, memory, settings)?;
         let serve = vmm_vhost_user::Options { journal: Some(journal_words()), ..vmm_vhost_user::Options::default() };
         let recorder = Arc::new(Recorder::default());
         let rig = Rig::over(device_of, ram, recorder, serve)?;
@@ -102,7 +104,7 @@ impl World {
             channel.peer(peer)?;
             apertures.push(Aperture { address, len, iova: buffer.iova });
         }
-        Ok(Self { gpu, cuda, device, apertures, slice, channel, _driver: driver, _rig: rig })
+        Ok(Self { gpu, cuda, device, apertures, engine, slice, channel, _driver: driver, _rig: rig })
     }
 
     /// Transfers between the beginnings of the slice and the first aperture, as many as make up `bytes`.
@@ -143,6 +145,28 @@ impl World {
             }
             done += count;
         }
+        Ok(start.elapsed())
+    }
+
+    /// Has the engine make one transfer, without a device in front of it, which must be idle.
+    pub(crate) fn alone(&self, job: &Job) -> Result<Duration> {
+        let place = |endpoint, offset| Segment {
+            at: Location::Aperture { endpoint: EndpointId::local(endpoint), offset: ApertureOffset(offset) },
+            len: job.len,
+        };
+        let (own, other) = (place(0, job.device - self.device), place(1, job.aperture - self.apertures[0].address));
+        let (src, dst) = if job.way == Way::Out { (own, other) } else { (other, own) };
+        let [src, dst] = [src, dst].map(|segment| Segments::from_iter([segment]));
+        let work = hw_engine::Work::Copy { src, dst, route: Route::Direct };
+        let transfer = Transfer { job: JobId(u64::MAX), domain: DomainId(0), initiator: EndpointId::local(0), work };
+        let start = Instant::now();
+        self.engine.submit(&transfer)?;
+        self.engine.doorbell();
+        let mut ended = Vec::new();
+        while ended.is_empty() {
+            self.engine.poll(&mut ended);
+        }
+        ended[0].result?;
         Ok(start.elapsed())
     }
 
@@ -194,12 +218,12 @@ fn serve(
     endpoints: Vec<EndpointSpec>,
     memory: Arc<HostMemory>,
     settings: Settings,
-) -> Result<(Arc<Device>, Arc<dyn RamMap>)> {
+) -> Result<(Arc<Device>, Arc<dyn RamMap>, Arc<Fleet>)> {
     let id = EndpointId::local(0);
     let cuda = Arc::new(CudaEngine::new(vec![(id, slice)], memory.clone() as Arc<dyn Memory>, settings, None)?);
     let member = Member { endpoint: id, engine: cuda, same_function: Vec::new() };
     let rest = Arc::new(HostEngine::new(memory.clone()));
-    let fleet = Fleet::new(vec![member], Vec::new(), rest, memory.clone(), None)?;
+    let fleet = Arc::new(Fleet::new(vec![member], Vec::new(), rest, memory.clone(), None)?);
     let spec = DeviceSpec {
         linger: DeviceSpec::LINGER,
         endpoints,
@@ -209,8 +233,8 @@ fn serve(
         submit_queues: 1,
     };
     let device =
-        Device::new(spec, Arc::new(fleet), memory.clone(), Arc::new(Recorder::default()) as Arc<dyn Observer>)?;
-    Ok((device, memory))
+        Device::new(spec, fleet.clone(), memory.clone(), Arc::new(Recorder::default()) as Arc<dyn Observer>)?;
+    Ok((device, memory, fleet))
 }
 
 /// An owner's own mapping, with all of its pages there.
