@@ -38,6 +38,31 @@ device = "fpga0"
 memory = "4MiB"
 "#;
 
+/// When it is loaded the driver starts a thread, as the real one does when it starts.
+const START: &str = r#"
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+static void *wait_for_events(void *none)
+{
+	prctl(PR_SET_NAME, "cuda-events");
+	for (;;)
+		pause();
+	return none;
+}
+
+__attribute__((constructor(101))) static void start(void)
+{
+	pthread_t thread;
+
+	setenv("FAKE_CUDA", SETTINGS, 1);
+	if (pthread_create(&thread, NULL, wait_for_events, NULL))
+		abort();
+}
+"#;
+
 /// The driver, with these settings of its (`hw/cuda/tests/fake`); `None`, which is said, where nothing can compile it.
 fn driver(settings: &str) -> Option<TempPath> {
     let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hw/cuda/tests/fake");
@@ -45,10 +70,7 @@ fn driver(settings: &str) -> Option<TempPath> {
     let dir = tempfile::tempdir().unwrap();
     // Workers have no environment, where settings would be.
     let set = dir.path().join("settings.c");
-    let code = format!(
-        "#include <stdlib.h>\n__attribute__((constructor(101))) static void set(void) {{ setenv(\"FAKE_CUDA\", \"{settings}\", 1); }}\n"
-    );
-    fs::write(&set, code).unwrap();
+    fs::write(&set, format!("#define SETTINGS \"{settings}\"\n{START}")).unwrap();
     // Where users without rights may read it, too.
     let library = tempfile::Builder::new().prefix("gpus-").suffix(".so").tempfile_in(env!("CARGO_TARGET_TMPDIR"));
     let library = library.unwrap().into_temp_path();
@@ -82,7 +104,7 @@ fn a_tenants_gpu_is_proved_and_every_thread_of_its_driver_is_confined() {
     let daemon = start(CONFIG, &library, true);
     assert!(daemon.log().contains("Proved the endpoints to be peers pairs=2"), "{}", daemon.log());
     let worker = daemon.tenant(0).worker_pid.unwrap();
-    let mut threads = 0;
+    let mut threads = Vec::new();
     for thread in fs::read_dir(format!("/proc/{worker}/task")).unwrap() {
         let state = fs::read_to_string(thread.unwrap().path().join("status")).unwrap();
         let field =
@@ -93,9 +115,9 @@ fn a_tenants_gpu_is_proved_and_every_thread_of_its_driver_is_confined() {
         }
         // The supervisor's and the worker's two, at least.
         assert!(field("Seccomp_filters:").parse::<u32>().is_ok_and(|filters| filters >= 3), "{state}");
-        threads += 1;
+        threads.push(field("Name:"));
     }
-    assert!(threads > 4, "the driver's are among them");
+    assert!(threads.iter().any(|name| name == "cuda-events"), "{threads:?}");
     let files = |pid: u32| {
         let links = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
         let links = links.map(|entry| fs::read_link(entry.unwrap().path()).unwrap_or_default());

@@ -59,6 +59,16 @@ fn cases(case: &str, class: Class, sandbox: &Sandbox) {
         "execute" => attempt(class, sandbox, || assert!(anonymous(ProtFlags::READ | ProtFlags::EXEC).is_ok())),
         "kill" => attempt(class, sandbox, || assert!(kill_process(Pid::INIT, Signal::TERM).is_ok())),
         "abort-another" => attempt(class, sandbox, abort_another),
+        "gpu" => attempt(class, sandbox, ask_gpu),
+        "with-gpus" => {
+            let sandbox = Sandbox::new(Mode::Enforce, &[class], true).unwrap();
+            attempt(class, &sandbox, || {
+                ask_gpu();
+                everyday();
+            });
+        }
+        "others" => in_another(|| sandbox.apply_to_all(class).unwrap()),
+        "this-one" => in_another(|| sandbox.apply(class).unwrap()),
         other => panic!("no case {other}"),
     }
 }
@@ -136,6 +146,25 @@ fn everyday() {
     eprintln!("{:?}", SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap());
 }
 
+/// Has a thread that is there already open a file once `confine` has been called.
+fn in_another(confine: impl FnOnce()) {
+    let (go, gone) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        gone.recv().unwrap();
+        std::fs::File::open("/dev/null").unwrap();
+    });
+    confine();
+    go.send(()).unwrap();
+    thread.join().unwrap();
+}
+
+/// What a driver of GPUs asks of the kernel's, here of one that does not know it.
+fn ask_gpu() {
+    // SAFETY: standard error is no such device, so nothing is read or written.
+    let outcome = unsafe { libc::ioctl(2, 0xc020_462a, std::ptr::null_mut::<u8>()) };
+    assert_eq!(outcome, -1);
+}
+
 fn abort_another() {
     // SAFETY: no process has such a number.
     let outcome = unsafe { libc::syscall(libc::SYS_tgkill, i32::MAX, i32::MAX, libc::SIGABRT) };
@@ -194,6 +223,22 @@ fn what_a_class_does_not_need_ends_the_process() {
         assert_eq!(confined(class, Mode::Enforce, "thread").signal(), Some(libc::SIGSYS), "{class:?}");
     }
     assert_eq!(confined(Class::Supervisor, Mode::Enforce, "inet").signal(), Some(libc::SIGSYS));
+}
+
+#[test]
+fn a_filter_can_be_that_of_every_thread() {
+    assert_eq!(confined(Class::Worker, Mode::Enforce, "others").signal(), Some(libc::SIGSYS));
+    assert!(confined(Class::Worker, Mode::Enforce, "this-one").success());
+    assert!(confined(Class::Worker, Mode::Off, "others").success());
+}
+
+#[test]
+fn only_with_gpus_their_driver_may_be_asked() {
+    for class in [Class::Worker, Class::Connection, Class::Queue, Class::Timekeeper, Class::Engine] {
+        assert_eq!(confined(class, Mode::Enforce, "gpu").signal(), Some(libc::SIGSYS), "{class:?}");
+        let status = confined(class, Mode::Enforce, "with-gpus");
+        assert!(status.success(), "{class:?}: {status}");
+    }
 }
 
 #[test]
