@@ -58,7 +58,7 @@ pub(crate) struct Ready {
 impl Ready {
     /// Whether an end of it overlaps the other.
     pub(crate) fn overlaps(&self) -> bool {
-        self.way == Some(Way::Local) && self.pieces.iter().any(|piece| piece.dst.abs_diff(piece.src) < piece.len)
+        self.pieces.iter().any(|piece| piece.dst.abs_diff(piece.src) < piece.len)
     }
 }
 
