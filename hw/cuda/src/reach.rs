@@ -122,6 +122,13 @@ impl Reach {
         of(initiator).or_else(|| places.filter_map(|at| of(at.owner()?)).next())
     }
 
+    /// The GPU that would fill places: the initiator's, or one that has some of them. `None` if no one reaches all that are slices.
+    pub(crate) fn filler(&self, initiator: EndpointId, dst: &[Segment]) -> Option<usize> {
+        let of = |endpoint| self.own(endpoint).map(|own| own.gpu);
+        let owners = || dst.iter().filter_map(|segment| of(segment.at.owner()?));
+        of(initiator).into_iter().chain(owners()).find(|gpu| owners().all(|owner| self.peers[*gpu][owner]))
+    }
+
     /// Whether a GPU copies these places from one to the other: each piece has an end that is a slice which it reaches, and no end that it does not.
     pub(crate) fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         let Some(gpu) = self.gpu_for(initiator, dst.iter().chain(src).map(|segment| segment.at)) else { return false };
@@ -180,16 +187,9 @@ impl Reach {
         Ok(ready)
     }
 
-    /// Turns the destination of a fill into addresses.
-    pub(crate) fn places(
-        &self,
-        initiator: EndpointId,
-        dst: &[Segment],
-        may_block: bool,
-    ) -> Result<(Ready, Places), Unready> {
-        let at = dst.first().map_or(Location::Ram(iommu_addr::Gpa(0)), |segment| segment.at);
+    /// Turns the destination of a fill by a GPU into addresses.
+    pub(crate) fn places(&self, gpu: usize, dst: &[Segment], may_block: bool) -> Result<(Ready, Places), Unready> {
         let missing = |at, len| Unready::Error(MemoryError { at, len }.into());
-        let gpu = self.gpu_for(initiator, dst.iter().map(|segment| segment.at)).ok_or_else(|| missing(at, 0))?;
         let (mut ready, mut places) = (Ready { gpu, ..Ready::default() }, SmallVec::new());
         for segment in dst {
             let mut done = 0;

@@ -160,8 +160,15 @@ impl Shared {
         if !is_one_byte && !may_block {
             return Err(Unready::Unregistered);
         }
-        let (ready, places) = self.reach.places(transfer.initiator, dst, may_block)?;
-        let Ready { holds, gpu, len, .. } = ready;
+        let Some(gpu) = self.reach.filler(transfer.initiator, dst) else {
+            return if may_block {
+                self.fill_apart(transfer, dst, pattern, serial)
+            } else {
+                Err(Unready::Unregistered)
+            };
+        };
+        let (ready, places) = self.reach.places(gpu, dst, may_block)?;
+        let Ready { holds, len, .. } = ready;
         if is_one_byte {
             let ride = Ride { job: transfer.job, serial, bytes: len, result: Ok(()), _holds: holds };
             let [.., local] = &self.lanes[gpu];
@@ -178,13 +185,31 @@ impl Shared {
         Ok(())
     }
 
-    /// Ends a transfer that is in no lane.
+    /// Fills places that no GPU reaches all of, each by one that does.
+    fn fill_apart(&self, transfer: &Transfer, dst: &[Segment], pattern: u64, serial: u64) -> Result<(), Unready> {
+        let (mut parts, mut len) = (Vec::new(), 0);
+        for segment in dst {
+            let (missing, place) = (MemoryError { at: segment.at, len: segment.len }, std::slice::from_ref(segment));
+            let gpu = self.reach.filler(transfer.initiator, place);
+            let gpu = gpu.ok_or(Unready::Error(missing.into()))?;
+            // It goes on where the place before has ended.
+            let pattern = pattern.rotate_right(8 * u32::try_from(len % 8).unwrap_or(0));
+            parts.push((gpu, pattern, self.reach.places(gpu, place, true)?));
+            len += segment.len;
+        }
+        for (gpu, pattern, (_ready, places)) in &parts {
+            // SAFETY: as in `begin_copy`, with what `parts` holds.
+            self.on_side(*gpu, |side| unsafe { side.fill(places, *pattern) }).map_err(Unready::Error)?;
+        }
+        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false });
+        Ok(())
+    }
+
+    /// Ends a transfer that is in no lane. Only the engine's own thread has such.
     fn end_now(&self, serial: u64, finished: Finished) {
         let mut book = lock(&self.book);
         book.running.remove(&serial);
         book.ended.push(finished);
-        drop(book);
-        self.wake();
     }
 
     fn wake(&self) {
