@@ -37,6 +37,9 @@ const DEPTH: usize = 1024;
 /// Bytes a second between a GPU and this process's memory, and within a GPU, as an H200 has them: what a first guess of an end is made of.
 const LINK: u64 = 54_000_000_000;
 const MEMORY: u64 = 2_000_000_000_000;
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// How an engine works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -84,11 +87,11 @@ impl CudaEngine {
             });
             owns.insert(endpoint, Own { slice, gpu });
         }
-        let words = Arc::new(Pinned::new(&gpus[0], 4096 * gpus.len().div_ceil(64))?);
+        let words = Arc::new(Pinned::new(&gpus[0], (gpus.len() * LANES * LINE).next_multiple_of(4096))?);
         let mut lanes = Vec::new();
         for (number, gpu) in gpus.iter().enumerate() {
             // A word each in a cache line of its own.
-            let lane = |index, speed| Lane::new(gpu, &words, (number * LANES + index) * 16, speed);
+            let lane = |index, speed| Lane::new(gpu, &words, (number * LANES + index) * LINE / 4, speed);
             lanes.push([lane(0, LINK)?, lane(1, LINK)?, lane(2, LINK)?, lane(3, MEMORY)?]);
         }
         let sides = gpus.iter().map(|gpu| Ok(Mutex::new(Side::new(gpu)?))).collect::<Result<_, CudaError>>()?;
