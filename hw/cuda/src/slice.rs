@@ -72,6 +72,7 @@ impl Slice {
     /// # Errors
     /// Where the descriptor is of no such memory, or `len` is not its length.
     pub fn import(gpu: &Arc<Gpu>, fd: BorrowedFd<'_>, len: u64) -> Result<Self, CudaError> {
+        sized(len)?;
         let driver = gpu.current()?;
         let mut allocation = 0;
         let number = fd.as_raw_fd() as isize as *mut c_void;
