@@ -107,7 +107,7 @@ impl CudaEngine {
             checked: AtomicU64::new(0),
             lost: OnceLock::new(),
             wake: OnceLock::new(),
-            tell: OnceLock::new(),
+            tell: Mutex::default(),
         });
         let (sender, receiver) = channel();
         let work = Arc::clone(&shared);
@@ -129,11 +129,8 @@ impl CudaEngine {
 
     /// `tell` is called once, on any thread, when a context is broken.
     pub fn on_lost(&self, tell: Box<dyn Fn(&CudaError) + Send + Sync>) {
-        // Set once, as it is asked for once.
-        let _ = self.shared.tell.set(tell);
-        if let (Some(error), Some(tell)) = (self.shared.lost.get(), self.shared.tell.get()) {
-            tell(error);
-        }
+        *lock(&self.shared.tell) = Some(tell);
+        self.shared.tell_lost();
     }
 }
 

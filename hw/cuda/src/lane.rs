@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use hw_engine::{EngineError, JobId};
@@ -196,6 +197,10 @@ impl Lane {
     /// The context is broken: everything ends with this error, and the stream does nothing any more.
     pub(crate) fn give_up(&self, error: EngineError, out: &mut Vec<Ride>) {
         let state = &mut *self.lock();
+        // Of a broken context nothing is under way. If it is not broken after all, it is not let go of what it writes.
+        while let Ok(false) = self.stream.query() {
+            yield_now();
+        }
         let pending = state.pending.drain(..).flat_map(|entry| entry.rides);
         let rides = pending.chain(state.gathered.drain(..).map(|(ride, _)| ride));
         out.extend(rides.map(|ride| Ride { bytes: 0, result: Err(error), ..ride }));

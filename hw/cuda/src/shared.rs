@@ -50,7 +50,7 @@ pub(crate) struct Shared {
     pub(crate) checked: AtomicU64,
     pub(crate) lost: OnceLock<CudaError>,
     pub(crate) wake: OnceLock<Wake>,
-    pub(crate) tell: OnceLock<Tell>,
+    pub(crate) tell: Mutex<Option<Tell>>,
 }
 
 #[derive(Default)]
@@ -87,7 +87,7 @@ impl Shared {
         if self.lost.get().is_some() {
             return Err(EngineError::LOST);
         }
-        let answer = what(&mut lock(&self.sides[gpu]));
+        let answer = lock(&self.sides[gpu]).run(what);
         answer.map_err(|error| {
             let told = device_error(&error);
             self.check(true);
@@ -133,7 +133,7 @@ impl Shared {
         };
         // SAFETY: `Reach` gave out addresses of slices that the GPU reaches, which live as long as the engine, and of what the ride holds.
         if let Err(error) = unsafe { lane.begin(ride, &Load::Copies(pieces)) } {
-            self.lose(error);
+            self.lose(gpu, error);
         }
     }
 
@@ -174,7 +174,7 @@ impl Shared {
             let [.., local] = &self.lanes[gpu];
             // SAFETY: as in `begin_copy`.
             if let Err(error) = unsafe { local.begin(ride, &Load::Set { byte, places }) } {
-                self.lose(error);
+                self.lose(gpu, error);
             }
             return Ok(());
         }
@@ -237,21 +237,29 @@ impl Shared {
         }
     }
 
-    /// Notes that a context is broken, and ends everything.
-    fn lose(&self, error: CudaError) {
+    /// Notes that the context of a GPU is broken, and ends everything there. What other GPUs have begun they end themselves.
+    fn lose(&self, gpu: usize, error: CudaError) {
         let told = device_error(&error);
-        let is_news = self.lost.set(error).is_ok();
+        if let Err(again) = self.lost.set(error) {
+            tracing::debug!("A GPU's context is still broken: {again}");
+        } else if let Some(error) = self.lost.get() {
+            tracing::error!("A GPU's context is broken, and what was under way is lost: {error}");
+        }
         // Also what another thread has begun since the last time.
         let mut rides = Vec::new();
-        self.lanes.iter().flatten().for_each(|lane| lane.give_up(told, &mut rides));
+        self.lanes[gpu].iter().for_each(|lane| lane.give_up(told, &mut rides));
         self.note(rides);
-        if let Some(error) = self.lost.get().filter(|_| is_news) {
-            tracing::error!("A GPU's context is broken, and what was under way is lost: {error}");
-            if let Some(tell) = self.tell.get() {
-                tell(error);
-            }
-        }
+        self.tell_lost();
         self.wake();
+    }
+
+    /// Tells whoever wants to know that a context is broken, once.
+    pub(crate) fn tell_lost(&self) {
+        let Some(error) = self.lost.get() else { return };
+        let tell = lock(&self.tell).take();
+        if let Some(tell) = tell {
+            tell(error);
+        }
     }
 
     fn note(&self, rides: Vec<Ride>) {
@@ -272,13 +280,14 @@ impl Shared {
     fn check(&self, now: bool) {
         let nanos = u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(u64::MAX);
         let last = self.checked.load(Ordering::Relaxed);
-        let is_due = now || Duration::from_nanos(nanos.saturating_sub(last)) >= CHECK;
-        if !is_due || self.checked.compare_exchange(last, nanos, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+        let is_due = Duration::from_nanos(nanos.saturating_sub(last)) >= CHECK;
+        let is_first = || self.checked.compare_exchange(last, nanos, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        if !(now || is_due && is_first()) {
             return;
         }
-        for [lane, ..] in &self.lanes {
+        for (gpu, [lane, ..]) in self.lanes.iter().enumerate() {
             if let Err(error) = lane.check() {
-                return self.lose(error);
+                self.lose(gpu, error);
             }
         }
     }
@@ -287,10 +296,10 @@ impl Shared {
         if self.gathered.load(Ordering::Acquire) == 0 || self.gathered.swap(0, Ordering::AcqRel) == 0 {
             return;
         }
-        for [small, ..] in &self.lanes {
+        for (gpu, [small, ..]) in self.lanes.iter().enumerate() {
             // SAFETY: as in `begin_copy`.
             if let Err(error) = unsafe { small.doorbell() } {
-                self.lose(error);
+                self.lose(gpu, error);
             }
         }
     }
@@ -310,7 +319,10 @@ impl Shared {
         if due.is_empty() {
             return;
         }
-        let flushed = self.flush().map_err(|error| device_error(&error));
+        let flushed = match self.lost.get() {
+            Some(_) => Err(EngineError::LOST),
+            None => self.flush().map_err(|error| device_error(&error)),
+        };
         let ends = due.into_iter().map(|job| Finished { job, bytes: 0, result: flushed, raised: false });
         lock(&self.book).ended.extend(ends);
     }
@@ -334,7 +346,7 @@ impl Shared {
         }
         self.end_flushes();
         out.append(&mut lock(&self.book).ended);
-        let soonest = soonest.filter(|_| self.lost.get().is_none())?;
+        let soonest = soonest?;
         if self.settings.spin {
             return Some(Duration::ZERO);
         }

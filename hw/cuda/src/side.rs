@@ -43,6 +43,11 @@ impl Side {
         &mut self.pinned.bytes()[FRONT..FRONT + len]
     }
 
+    /// Does something. Also after an error nothing of it is under way any more.
+    pub(crate) fn run(&mut self, what: impl FnOnce(&mut Self) -> Result<(), CudaError>) -> Result<(), CudaError> {
+        what(self).inspect_err(|_| drop(self.wait()))
+    }
+
     /// Waits until everything has ended.
     fn wait(&mut self) -> Result<(), CudaError> {
         self.issued = self.issued.wrapping_add(1);
