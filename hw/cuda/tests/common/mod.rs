@@ -1,15 +1,25 @@
-//! Libraries of NVIDIA's that need no GPU: compiled from `tests/fake`, and loaded anew for each test.
+//! Libraries of NVIDIA's that need no GPU, compiled from `tests/fake` and loaded anew for each test; and an engine over them.
 
 #![allow(dead_code, unreachable_pub, reason = "shared by tests, none of which uses all")]
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int, c_long};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
 
+use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
+use hw_engine::{DmaEngine, Finished, JobId, RamMap, RamRegion, Route, Submit, Transfer, Work};
+use hw_host::HostMemory;
+use iommu_addr::{ApertureOffset, DomainId, EndpointId, Gpa, Location, Range, Segment};
 use libloading::Library;
 use tempfile::TempPath;
+
+/// How long anything here may take. Reached only by what hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A library of a test's own: it shares nothing with that of another test.
 pub struct Fake {
@@ -70,6 +80,159 @@ impl Fake {
         assert_ne!(value, -1000, "there is a number {name}");
         value
     }
+}
+
+impl Fake {
+    pub fn driver(&self) -> Arc<Driver> {
+        Driver::load_from(self.path()).unwrap()
+    }
+
+    /// All GPUs that there are.
+    pub fn gpus(&self) -> Vec<Arc<Gpu>> {
+        let driver = self.driver();
+        driver.gpus().unwrap().iter().map(|gpu| Gpu::open(&driver, &gpu.address).unwrap()).collect()
+    }
+
+    /// Nothing has happened that must never happen.
+    pub fn is_obeyed(&self) {
+        for name in ["violations", "pageable"] {
+            assert_eq!(self.get(name), 0, "{name}");
+        }
+    }
+
+    /// Nor is anything left.
+    pub fn is_left_clean(&self) {
+        self.is_obeyed();
+        for name in ["registrations", "registered", "streams", "queued", "maps", "reservations", "allocations"] {
+            assert_eq!(self.get(name), 0, "{name}");
+        }
+        assert_eq!((self.get("contexts"), self.get("abandoned")), (0, 0));
+    }
+}
+
+/// Waits until something is so.
+pub fn until(what: &str, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        yield_now();
+    }
+}
+
+pub fn file(len: u64) -> File {
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(len).unwrap();
+    file
+}
+
+/// Guest memory of these lengths at these addresses, each in a file of its own.
+pub fn regions(all: &[(u64, u64)]) -> Vec<RamRegion> {
+    let region = |&(start, len): &(u64, u64)| RamRegion {
+        gpa: Range::with_len(Gpa(start), len).unwrap(),
+        file: Arc::new(file(len)),
+        offset: 0,
+    };
+    all.iter().map(region).collect()
+}
+
+/// The `n`th endpoint, and a place in its memory.
+pub fn endpoint(n: usize) -> EndpointId {
+    EndpointId::local(u16::try_from(n).unwrap())
+}
+
+pub fn own(n: usize, offset: u64) -> Location {
+    Location::Aperture { endpoint: endpoint(n), offset: ApertureOffset(offset) }
+}
+
+pub fn ram(at: u64) -> Location {
+    Location::Ram(Gpa(at))
+}
+
+pub fn copy(dst: Location, src: Location, len: u64) -> Work {
+    copy_all(&[(dst, len)], &[(src, len)])
+}
+
+pub fn copy_all(dst: &[(Location, u64)], src: &[(Location, u64)]) -> Work {
+    let segments = |all: &[(Location, u64)]| all.iter().map(|&(at, len)| Segment { at, len }).collect();
+    Work::Copy { dst: segments(dst), src: segments(src), route: Route::Direct }
+}
+
+/// Lets streams go on that stand still.
+struct Release(Arc<Fake>);
+
+impl Drop for Release {
+    fn drop(&mut self) {
+        self.0.set("stall", 0);
+    }
+}
+
+/// An engine with a slice of each GPU, whose endpoints have the GPUs' numbers, beside guest memory.
+pub struct World {
+    /// First gone: then a test that fails while streams stand still does not hang.
+    release: Release,
+    pub engine: Arc<CudaEngine>,
+    pub memory: Arc<HostMemory>,
+    pub fake: Arc<Fake>,
+}
+
+impl World {
+    /// Of `len` bytes each.
+    pub fn new(fake: Fake, len: u64, regions: &[RamRegion], settings: Settings) -> Self {
+        let slice = |(n, gpu): (usize, &Arc<Gpu>)| (endpoint(n), Slice::new(gpu, len).unwrap());
+        let slices = fake.gpus().iter().enumerate().map(slice).collect();
+        let memory = Arc::new(HostMemory::new());
+        memory.replace(regions).unwrap();
+        let engine = Arc::new(CudaEngine::new(slices, memory.clone(), settings, None).unwrap());
+        let fake = Arc::new(fake);
+        Self { release: Release(Arc::clone(&fake)), engine, memory, fake }
+    }
+
+    /// Has the first endpoint begin a transfer.
+    pub fn submit(&self, job: u64, work: Work) {
+        let submitted = self.engine.submit(&transfer(job, 0, work)).unwrap();
+        assert_eq!(submitted, Submit::Submitted);
+    }
+
+    /// The next `count` ends, in their order.
+    pub fn ends(&self, count: usize) -> Vec<Finished> {
+        ends_of(&*self.engine, count)
+    }
+
+    /// One transfer, which ends well.
+    pub fn run(&self, work: Work) {
+        let len = match &work {
+            Work::Copy { dst, .. } | Work::Fill { dst, .. } => dst.iter().map(|segment| segment.len).sum(),
+            _ => 0,
+        };
+        self.submit(7, work);
+        assert_eq!(self.ends(1), [Finished { job: JobId(7), bytes: len, result: Ok(()), raised: false }]);
+    }
+
+    /// Everything ends, and nothing is left of it.
+    pub fn end(self) {
+        let Self { release, engine, memory, fake } = self;
+        drop(release);
+        drop(engine);
+        drop(memory);
+        fake.is_left_clean();
+    }
+}
+
+/// The next `count` ends of an engine, in their order.
+pub fn ends_of(engine: &dyn DmaEngine, count: usize) -> Vec<Finished> {
+    let (begun, mut ends) = (Instant::now(), Vec::new());
+    engine.doorbell();
+    while ends.len() < count {
+        assert!(begun.elapsed() < PATIENCE, "there are {count} ends, and not only {ends:?}");
+        engine.poll(&mut ends);
+        yield_now();
+    }
+    assert_eq!(ends.len(), count, "{ends:?}");
+    ends
+}
+
+pub fn transfer(job: u64, initiator: usize, work: Work) -> Transfer {
+    Transfer { job: JobId(job), domain: DomainId(1), initiator: endpoint(initiator), work }
 }
 
 /// Compiles a library, once in this process; `None` where nothing can.

@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define MAX_GPUS 8
+#define MAX_GPUS 32
 #define MAX_ATTRIBUTES 160
 #define GRANULE ((size_t)2 << 20)
 

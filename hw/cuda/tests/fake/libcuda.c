@@ -94,16 +94,6 @@ API long fake_get(const char *name)
 	return it ? *it : -1000;
 }
 
-/* Waits until a number is at least so large. */
-API void fake_wait(const char *name, long value)
-{
-	LOCKED;
-	long *it = number(name);
-
-	while (it && *it < value)
-		pthread_cond_wait(&changed, &lock);
-}
-
 /* For processes that a test cannot ask: FAKE_CUDA="gpus=2 peers=0". */
 __attribute__((constructor)) static void read_environment(void)
 {

@@ -1,0 +1,178 @@
+//! Memory of this process is registered once, and let go of when it has gone, not before.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use common::{Fake, World, copy, own, ram, regions, until};
+use hw_cuda::Settings;
+use hw_engine::{DmaEngine, EngineError, Finished, JobId, Memory, RamMap, RamRegion};
+
+const MIB: u64 = 1 << 20;
+const CHUNK: u64 = 64 * MIB;
+
+/// Where in guest memory that begins at 0 the chunks begin, but for the first one's.
+fn seams(world: &World, len: u64) -> Vec<u64> {
+    let address = world.memory.place(ram(0), 1).unwrap().address;
+    let first = address.next_multiple_of(CHUNK) - address;
+    (0..).map(|n| first + n * CHUNK).skip_while(|at| *at == 0).take_while(|at| *at < len).collect()
+}
+
+fn world(len: u64, settings: Settings) -> Option<World> {
+    Some(World::new(Fake::cuda()?, 2 * MIB, &regions(&[(0, len)]), settings))
+}
+
+#[test]
+fn a_chunk_is_registered_once_and_a_copy_goes_across() {
+    const LEN: u64 = 3 * CHUNK;
+    let Some(world) = world(LEN, Settings::default()) else { return };
+    let before = world.fake.get("registers");
+    let registers = || world.fake.get("registers") - before;
+    let seam = seams(&world, LEN)[0];
+    let bytes: Vec<u8> = (0..200_000_u32).map(|n| n.to_le_bytes()[0] ^ n.to_le_bytes()[1]).collect();
+    let len = bytes.len() as u64;
+    world.memory.write(ram(seam - 100_001), &bytes).unwrap();
+    world.run(copy(own(0, 5), ram(seam - 100_001), 100_001));
+    assert_eq!(registers(), 1);
+    for at in [seam - 8, seam - 4096, seam - len] {
+        world.run(copy(own(0, 1 << 20), ram(at), 8));
+    }
+    assert_eq!(registers(), 1, "the same chunk");
+    // Small and large, in and out, across the seam.
+    world.run(copy(own(0, 5), ram(seam - 100_001), len));
+    assert_eq!(registers(), 2);
+    world.run(copy(ram(seam - 77), own(0, 5), 1000));
+    world.run(copy(ram(seam + MIB), own(0, 5), len));
+    assert_eq!(registers(), 2);
+    let mut have = vec![0; bytes.len()];
+    world.memory.read(ram(seam + MIB), &mut have).unwrap();
+    assert!(have == bytes);
+    world.memory.read(ram(seam - 77), &mut have[..1000]).unwrap();
+    assert!(have[..1000] == bytes[..1000]);
+    world.end();
+}
+
+#[test]
+fn what_is_not_mapped_any_more_is_let_go_of_and_nothing_else() {
+    let Some(fake) = Fake::cuda() else { return };
+    let both = regions(&[(0, MIB), (MIB, MIB)]);
+    let world = World::new(fake, 2 * MIB, &both, Settings::default());
+    let before = world.fake.get("registrations");
+    let count = || world.fake.get("registrations") - before;
+    let touch = |at| world.run(copy(own(0, 0), ram(at), 64));
+    touch(0);
+    touch(MIB);
+    assert_eq!(count(), 2);
+    world.memory.replace(&both[..1]).unwrap();
+    world.engine.memory_changed();
+    assert_eq!(count(), 1);
+    let registers = world.fake.get("registers");
+    touch(0);
+    assert_eq!(world.fake.get("registers"), registers, "it is still there");
+    // The same bytes elsewhere keep their mapping; a further change concerns nobody.
+    let moved = RamRegion { gpa: both[1].gpa, ..both[0].clone() };
+    world.memory.replace(&[moved]).unwrap();
+    world.engine.memory_changed();
+    touch(MIB);
+    assert_eq!((count(), world.fake.get("registers")), (1, registers));
+    world.memory.replace(&[]).unwrap();
+    world.engine.memory_changed();
+    assert_eq!(count(), 0);
+    world.end();
+}
+
+#[test]
+fn what_a_transfer_uses_stays_until_it_has_ended() {
+    for len in [64, MIB] {
+        let Some(world) = world(MIB, Settings::default()) else { return };
+        let before = world.fake.get("registrations");
+        let count = || world.fake.get("registrations") - before;
+        world.run(copy(own(0, 0), ram(0), 8));
+        world.memory.fill(ram(0), MIB, u64::MAX).unwrap();
+        world.fake.set("stall", 1);
+        world.submit(1, copy(own(0, MIB), ram(0), len));
+        assert!(world.engine.poll(&mut Vec::new()).is_some(), "it looks again");
+        world.memory.replace(&[]).unwrap();
+        world.engine.memory_changed();
+        assert_eq!(count(), 1);
+        world.fake.set("stall", 0);
+        assert_eq!(world.ends(1)[0].result, Ok(()));
+        assert_eq!(count(), 0);
+        world.memory.replace(&regions(&[(0, MIB)])).unwrap();
+        world.run(copy(ram(0), own(0, MIB), len));
+        let mut last = [0; 8];
+        world.memory.read(ram(len - 8), &mut last).unwrap();
+        assert_eq!(last, [0xff; 8], "from the memory that was there before");
+        world.end();
+    }
+}
+
+#[test]
+fn no_more_than_so_many_are_registered_and_the_oldest_goes() {
+    const LEN: u64 = 6 * CHUNK;
+    let Some(world) = world(LEN, Settings { chunks: 2, ..Settings::default() }) else { return };
+    let (before, all) = (world.fake.get("registrations"), seams(&world, LEN));
+    let is_new = |chunk: usize| {
+        let registers = world.fake.get("registers");
+        world.run(copy(own(0, 0), ram(all[chunk]), 8));
+        assert!(world.fake.get("registrations") - before <= 2);
+        world.fake.get("registers") > registers
+    };
+    let news: Vec<_> = [0, 1, 0, 2, 0, 1, 1, 0, 2].into_iter().map(is_new).collect();
+    assert_eq!(news, [true, true, false, true, false, true, false, false, true]);
+    // Whoever needs more at a time gets it, and gives it back.
+    world.run(copy(own(0, 0), ram(all[0] - 8), 16));
+    world.fake.is_obeyed();
+    world.end();
+}
+
+#[test]
+fn what_a_transfer_uses_does_not_go_for_want_of_room() {
+    const LEN: u64 = 4 * CHUNK;
+    let Some(world) = world(LEN, Settings { chunks: 1, ..Settings::default() }) else { return };
+    let (before, all) = (world.fake.get("registrations"), seams(&world, LEN));
+    let count = || world.fake.get("registrations") - before;
+    world.fake.set("stall", 1);
+    for (job, chunk) in [(1, 0), (2, 1), (3, 0)] {
+        world.submit(job, copy(own(0, 0), ram(all[chunk]), MIB));
+        until("it has begun", || world.fake.get("copies") == i64::try_from(job).unwrap());
+    }
+    assert_eq!(count(), 2);
+    world.fake.set("stall", 0);
+    assert!(world.ends(3).iter().all(|end| end.result.is_ok()));
+    world.run(copy(own(0, 0), ram(all[1]), MIB));
+    world.run(copy(own(0, 0), ram(all[2]), MIB));
+    assert_eq!(count(), 1);
+    world.end();
+}
+
+#[test]
+fn a_host_that_gives_no_memory_to_the_gpu_fails_that_transfer_alone() {
+    const LEN: u64 = 3 * CHUNK;
+    let Some(world) = world(LEN, Settings::default()) else { return };
+    let seam = seams(&world, LEN)[0];
+    world.run(copy(own(0, 0), ram(seam - 8), 8));
+    world.fake.set("room", world.fake.get("registered"));
+    world.submit(1, copy(own(0, 0), ram(seam), 8));
+    let refused = Finished { job: JobId(1), bytes: 0, result: Err(EngineError::Device { code: 2 }), raised: false };
+    assert_eq!(world.ends(1), [refused]);
+    world.run(copy(own(0, 0), ram(seam - 8), 8));
+    world.fake.set("room", 1 << 40);
+    world.run(copy(own(0, 0), ram(seam), 8));
+    world.end();
+}
+
+#[test]
+fn many_threads_register_a_chunk_once() {
+    let Some(world) = world(MIB, Settings::default()) else { return };
+    let before = world.fake.get("registers");
+    std::thread::scope(|scope| {
+        for n in 0..4 {
+            let world = &world;
+            scope.spawn(move || world.submit(n, copy(own(0, 4096 * n), ram(4096 * n), 4096)));
+        }
+    });
+    assert!(world.ends(4).iter().all(|end| end.result.is_ok()));
+    assert_eq!(world.fake.get("registers") - before, 1);
+    until("nothing is queued", || world.fake.get("queued") == 0);
+    world.end();
+}

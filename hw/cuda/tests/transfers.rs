@@ -1,0 +1,254 @@
+//! How transfers are put into streams, and when they have ended.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use common::{Fake, World, copy, copy_all, own, ram, regions, transfer, until};
+use hw_cuda::Settings;
+use hw_engine::{DmaEngine, EngineError, JobId, Memory, Owner, Submit, Work};
+
+const MIB: u64 = 1 << 20;
+const GATHER: u64 = 64 << 10;
+/// Guest memory that nothing has used.
+const OTHER: u64 = 1 << 40;
+
+fn world_of(fake: Option<Fake>) -> Option<World> {
+    let world = World::new(
+        fake?,
+        8 * MIB,
+        &regions(&[(0, 8 * MIB), (OTHER, MIB)]),
+        Settings { gather: GATHER, ..Settings::default() },
+    );
+    // What comes first is registered on the engine's thread.
+    world.run(copy(own(0, 0), ram(0), 8));
+    Some(world)
+}
+
+fn world() -> Option<World> {
+    world_of(Fake::cuda())
+}
+
+/// Numbers of the driver before something, and what has come to them.
+fn since<const N: usize>(world: &World, names: [&'static str; N]) -> impl Fn() -> [i64; N] + use<N> {
+    let fake = Arc::clone(&world.fake);
+    let before = names.map(|name| fake.get(name));
+    move || std::array::from_fn(|n| fake.get(names[n]) - before[n])
+}
+
+/// Copies of so many bytes each, out of the slice to places in guest memory that do not touch.
+fn begin(world: &World, count: u64, len: u64) {
+    for n in 0..count {
+        world.submit(n, copy(ram(n * 2 * len), own(0, n * len), len));
+    }
+}
+
+#[test]
+fn small_transfers_begin_together_and_large_ones_at_once() {
+    let Some(world) = world() else { return };
+    let calls = since(&world, ["batches", "batched", "copies"]);
+    begin(&world, 20, 4096);
+    assert_eq!(calls(), [0, 0, 0], "they wait for the doorbell");
+    world.engine.doorbell();
+    assert_eq!(calls(), [1, 20, 0]);
+    assert!(world.ends(20).iter().all(|end| (end.bytes, end.result) == (4096, Ok(()))));
+    begin(&world, 2, 1 + GATHER);
+    assert_eq!(calls(), [1, 20, 2], "they wait for nothing");
+    assert!(world.ends(2).iter().all(|end| (end.bytes, end.result) == (1 + GATHER, Ok(()))));
+    begin(&world, 5, GATHER);
+    assert_eq!(world.ends(5).len(), 5);
+    assert_eq!((calls(), world.fake.get("longest_batched")), ([2, 25, 2], i64::try_from(GATHER).unwrap()));
+    // For so few a call for all is not worth it.
+    begin(&world, 3, 64);
+    assert_eq!(world.ends(3).len(), 3);
+    assert_eq!(calls(), [2, 25, 5]);
+    world.end();
+}
+
+#[test]
+fn many_small_transfers_are_several_calls() {
+    let Some(world) = world() else { return };
+    let calls = since(&world, ["batches", "batched"]);
+    for n in 0..600 {
+        world.submit(n, copy(ram(16 * n), own(0, 16 * n), 8));
+    }
+    assert_eq!(world.ends(600).len(), 600);
+    assert_eq!(calls(), [3, 600]);
+    world.end();
+}
+
+#[test]
+fn a_driver_without_a_call_for_many_copies_one_by_one() {
+    for version in [12080, 12000] {
+        let Some(world) = world_of(Fake::cuda_of(version)) else { return };
+        let calls = since(&world, ["batches", "copies"]);
+        begin(&world, 20, 4096);
+        assert!(world.ends(20).iter().all(|end| (end.bytes, end.result) == (4096, Ok(()))));
+        assert_eq!(calls(), [0, 20]);
+        world.end();
+    }
+}
+
+#[test]
+fn looking_begins_what_was_gathered_too() {
+    let Some(world) = world() else { return };
+    let calls = since(&world, ["batches", "copies"]);
+    begin(&world, 4, 64);
+    let mut ends = Vec::new();
+    world.engine.poll(&mut ends);
+    assert_eq!(calls(), [1, 0]);
+    until("they end", || world.fake.get("queued") == 0);
+    world.engine.poll(&mut ends);
+    assert_eq!(ends.len(), 4);
+    world.end();
+}
+
+#[test]
+fn ends_that_overlap_are_copied_as_if_through_a_buffer_wherever_in_the_transfer_they_are() {
+    let Some(world) = world() else { return };
+    let bytes: Vec<u8> = (0..=255).cycle().take(3 << 20).collect();
+    world.engine.write_own(common::endpoint(0), 4096, &bytes).unwrap();
+    let len = bytes.len() as u64;
+    let moved = |from: u64, to: u64| {
+        let (dst, src) = ([(ram(0), 8), (own(0, to), len)], [(own(0, 7 * MIB), 8), (own(0, from), len)]);
+        world.submit(1, copy_all(&dst, &src));
+        assert_eq!(world.ends(1)[0].bytes, len + 8);
+        let mut have = vec![0; bytes.len()];
+        world.engine.read_own(common::endpoint(0), to, &mut have).unwrap();
+        assert!(have == bytes, "{from} {to}");
+    };
+    moved(4096, 5003);
+    moved(5003, 4097);
+    world.end();
+}
+
+#[test]
+fn a_flush_ends_after_all_that_was_begun_before_it_and_others_writes_are_made_visible() {
+    let Some(world) = world() else { return };
+    let flushes = since(&world, ["flushes", "executed"]);
+    world.fake.set("stall", 1);
+    begin(&world, 2, MIB);
+    world.submit(2, Work::Flush);
+    world.submit(3, copy(own(0, 0), ram(7 * MIB), 8));
+    world.fake.set("steps", 1);
+    until("one is carried out", || flushes()[1] == 1);
+    let mut ends = Vec::new();
+    world.engine.poll(&mut ends);
+    assert_eq!((ends.len(), flushes()[0]), (0, 0));
+    world.fake.set("stall", 0);
+    let ends: Vec<_> = world.ends(4).iter().map(|end| end.job.0).collect();
+    let place = |job| ends.iter().position(|end| *end == job).unwrap();
+    assert!(place(2) > place(0) && place(2) > place(1), "{ends:?}");
+    assert_eq!(flushes()[0], 1);
+    // With nothing before it.
+    world.submit(4, Work::Flush);
+    assert_eq!((world.ends(1)[0].result, flushes()[0]), (Ok(()), 2));
+    world.end();
+}
+
+#[test]
+fn a_gpu_that_sees_all_writes_anyway_is_not_told_to() {
+    let Some(fake) = Fake::cuda() else { return };
+    fake.set("attribute 118", 200);
+    let Some(world) = world_of(Some(fake)) else { return };
+    world.submit(1, Work::Flush);
+    assert_eq!((world.ends(1)[0].result, world.fake.get("flushes")), (Ok(()), 0));
+    world.end();
+}
+
+#[test]
+fn a_copy_that_is_aborted_still_ends_once_and_not_before_its_time() {
+    let Some(world) = world() else { return };
+    world.fake.set("stall", 1);
+    begin(&world, 3, MIB);
+    begin(&world, 3, 64);
+    (0..3).for_each(|job| world.engine.abort(JobId(job)));
+    let mut ends = Vec::new();
+    world.engine.poll(&mut ends);
+    assert!(ends.is_empty(), "the GPU still writes: {ends:?}");
+    world.fake.set("stall", 0);
+    assert_eq!(world.ends(6).len(), 6);
+    world.end();
+}
+
+#[test]
+fn a_quiet_engine_has_waited_for_its_gpu() {
+    let Some(world) = world() else { return };
+    let calls = since(&world, ["executed", "batches"]);
+    world.fake.set("stall", 1);
+    begin(&world, 3, MIB);
+    begin(&world, 8, 64);
+    // Also what has to be registered first.
+    world.submit(20, copy(own(0, 0), ram(OTHER), 64));
+    world.submit(21, Work::Flush);
+    let (mut ends, is_quiet) = (Vec::new(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            world.engine.quiesce(&mut ends);
+            is_quiet.store(true, Ordering::Release);
+        });
+        until("it has begun all that it had", || calls()[1] == 1);
+        assert!(!is_quiet.load(Ordering::Acquire));
+        world.fake.set("stall", 0);
+    });
+    assert_eq!(ends.len(), 13);
+    assert!(ends.iter().all(|end| end.result.is_ok()));
+    assert!(calls()[0] >= 8, "three copies and all others, each with its word");
+    let mut more = Vec::new();
+    assert_eq!((world.engine.poll(&mut more), more.len()), (None, 0));
+    world.run(copy(own(0, 0), ram(0), 8));
+    world.end();
+}
+
+#[test]
+fn an_engine_that_goes_waits_for_its_gpu() {
+    let Some(world) = world() else { return };
+    let World { engine, memory, fake, .. } = world;
+    fake.set("delay", 2000);
+    for n in 0..4 {
+        engine.submit(&transfer(n, 0, copy(ram(n * MIB), own(0, n * MIB), MIB))).unwrap();
+        engine.submit(&transfer(n + 4, 0, copy(own(0, 0), ram(8 * MIB - 8 * (n + 1)), 8))).unwrap();
+    }
+    drop(engine);
+    drop(memory);
+    fake.is_left_clean();
+}
+
+#[test]
+fn a_full_engine_says_so() {
+    let Some(world) = world() else { return };
+    world.fake.set("stall", 1);
+    let depth = world.engine.caps().queue_depth;
+    let submit = |n: usize| world.engine.submit(&transfer(n as u64, 0, copy(own(0, 0), ram(64 * n as u64), 8)));
+    for n in 0..depth {
+        assert_eq!(submit(n), Ok(Submit::Submitted));
+    }
+    assert_eq!(submit(depth), Err(EngineError::Busy));
+    world.fake.set("stall", 0);
+    assert_eq!(world.ends(depth).len(), depth);
+    world.run(copy(own(0, 0), ram(0), 8));
+    world.end();
+}
+
+#[test]
+fn somebody_is_woken_for_what_the_engines_own_thread_does() {
+    let Some(world) = world() else { return };
+    let woken = Arc::new(AtomicBool::new(false));
+    let wake = Arc::clone(&woken);
+    world.engine.on_progress(Box::new(move || wake.store(true, Ordering::Release)));
+    let fill = |at| {
+        let dst = [iommu_addr::Segment { at, len: 4099 }];
+        Work::Fill { dst: dst.into_iter().collect(), pattern: 0x0102_0304_0506_0708 }
+    };
+    for (job, at) in [(1, own(0, 3)), (2, ram(3))] {
+        world.submit(job, fill(at));
+        until("it wakes", || woken.swap(false, Ordering::AcqRel));
+        assert_eq!(world.ends(1)[0].bytes, 4099);
+    }
+    let mut bytes = [0; 8];
+    world.memory.read(ram(3 + 4096 - 8), &mut bytes).unwrap();
+    assert_eq!(bytes, [8, 7, 6, 5, 4, 3, 2, 1]);
+    world.end();
+}
