@@ -17,7 +17,7 @@ use rustix::thread::{
 
 use crate::Fence;
 use crate::process::forbid_core_dumps;
-use crate::root::enter_empty_root;
+use crate::root::{enter_empty_root, mount_own_proc};
 
 /// The newest version of Landlock that is known here; of an older kernel's, all that it has is used.
 const NEWEST: ABI = ABI::V10;
@@ -105,6 +105,17 @@ pub fn confine(to: &Confinement) -> Result<(), ConfineError> {
         deny_everything()?;
     }
     Ok(())
+}
+
+/// Lets a library that looks its own threads up in /proc do so until [`confine()`]: the host's /proc has other numbers for them.
+///
+/// # Errors
+/// Where the kernel does not mount it, for instance in a container that hides parts of its own.
+pub fn see_own_processes(namespaces: Fence) -> Result<(), ConfineError> {
+    match namespaces {
+        Fence::Off => Ok(()),
+        Fence::Enforce => mount_own_proc().map_err(step("mount /proc for the driver of a GPU")),
+    }
 }
 
 /// Gives up, for the calling thread and those that it will start, all capabilities and ways to gain some.

@@ -17,7 +17,7 @@ pub mod process;
 mod root;
 mod signals;
 
-pub use confine::{ConfineError, Confinement, check_landlock, confine, drop_privileges};
+pub use confine::{ConfineError, Confinement, check_landlock, confine, drop_privileges, see_own_processes};
 pub use fence::{Fence, UnknownFence};
 pub use filters::{Class, Mode, Sandbox, SandboxError, UnknownMode};
 pub use launch::{LaunchError, Launcher, Started};

@@ -40,6 +40,7 @@ impl Gpus {
         if args.wanted.is_empty() {
             return Ok(Self::default());
         }
+        vmm_sandbox::see_own_processes(namespaces)?;
         let open = || {
             vmm_sandbox::drop_privileges(namespaces)?;
             let driver = args.cuda_library.as_deref().map_or_else(Driver::load, Driver::load_from)?;

@@ -232,8 +232,7 @@ fn serve(
         session: 1,
         submit_queues: 1,
     };
-    let device =
-        Device::new(spec, fleet.clone(), memory.clone(), Arc::new(Recorder::default()) as Arc<dyn Observer>)?;
+    let device = Device::new(spec, fleet.clone(), memory.clone(), Arc::new(Recorder::default()) as Arc<dyn Observer>)?;
     Ok((device, memory, fleet))
 }
 
