@@ -9,8 +9,7 @@
 //!
 //! Not here: copies of which no GPU reaches both ends, kernels, rights.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -22,24 +21,18 @@ use iommu_addr::{EndpointId, Segment};
 
 use crate::driver::CudaError;
 use crate::gpu::Gpu;
-use crate::lane::Lane;
 use crate::pinned::Pinned;
 use crate::reach::{Own, Reach, Unready};
 use crate::registry::MAX_CHUNKS;
-use crate::shared::{LANES, LOOK, Shared, Slow, lock};
+use crate::shared::{LOOK, Shared, Slow, lock};
 use crate::side::Side;
 use crate::slice::Slice;
+use crate::ways::{LANES, LINE, Ways};
 
 /// Longest transfer in bytes: 5 ms of a PCIe 5.0 link, beside which the time between two of them is nothing.
 const MAX_TRANSFER: u64 = 256 << 20;
 /// Transfers under way.
 const DEPTH: usize = 1024;
-/// Bytes a second between a GPU and this process's memory, and within a GPU, as an H200 has them: what a first guess of an end is made of.
-const LINK: u64 = 54_000_000_000;
-const MEMORY: u64 = 2_000_000_000_000;
-/// Bytes of a cache line.
-const LINE: usize = 64;
-
 /// How an engine works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -78,31 +71,26 @@ impl CudaEngine {
         hook: Option<ThreadHook>,
     ) -> Result<Self, CudaError> {
         let mut gpus: Vec<Arc<Gpu>> = Vec::new();
-        let mut owns = HashMap::new();
+        let mut owns = Vec::new();
         for (endpoint, slice) in slices {
             let known = gpus.iter().position(|gpu| gpu.is_same(slice.gpu()));
             let gpu = known.unwrap_or_else(|| {
                 gpus.push(Arc::clone(slice.gpu()));
                 gpus.len() - 1
             });
-            owns.insert(endpoint, Own { slice, gpu });
+            owns.push((endpoint, Own { slice, gpu }));
         }
         let words = Arc::new(Pinned::new(&gpus[0], (gpus.len() * LANES * LINE).next_multiple_of(4096))?);
-        let mut lanes = Vec::new();
-        for (number, gpu) in gpus.iter().enumerate() {
-            // A word each in a cache line of its own.
-            let lane = |index, speed| Lane::new(gpu, &words, (number * LANES + index) * LINE / 4, speed);
-            lanes.push([lane(0, LINK)?, lane(1, LINK)?, lane(2, LINK)?, lane(3, MEMORY)?]);
-        }
+        let ways = gpus.iter().enumerate().map(|(number, gpu)| Ways::new(gpu, &words, number));
+        let ways = ways.collect::<Result<_, CudaError>>()?;
         let sides = gpus.iter().map(|gpu| Ok(Mutex::new(Side::new(gpu)?))).collect::<Result<_, CudaError>>()?;
         let reach = Reach::new(owns, &gpus, memory, settings.chunks.max(1))?;
         let shared = Arc::new(Shared {
-            lanes,
+            ways,
             sides,
             reach,
             settings,
             book: Mutex::default(),
-            gathered: AtomicUsize::new(0),
             epoch: Instant::now(),
             checked: AtomicU64::new(0),
             lost: OnceLock::new(),

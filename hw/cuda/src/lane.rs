@@ -6,7 +6,7 @@
 //! Not here: which lane a transfer takes.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
@@ -41,6 +41,16 @@ pub(crate) struct Ride {
     pub(crate) _holds: SmallVec<[Arc<Registration>; 2]>,
 }
 
+impl Ride {
+    /// It has ended for nothing.
+    pub(crate) fn lost(self, error: EngineError) -> Self {
+        Self { bytes: 0, result: Err(error), ..self }
+    }
+}
+
+/// A ride with its copies, none of which has begun.
+pub(crate) type Gathered = (Ride, SmallVec<[Piece; 2]>);
+
 /// What a stream does for a ride.
 #[derive(Debug)]
 pub(crate) enum Load {
@@ -62,8 +72,6 @@ struct State {
     pending: VecDeque<Entry>,
     /// When all of it may have ended, at the speed that such copies have.
     free_at: Instant,
-    /// What begins when the doorbell rings.
-    gathered: Vec<(Ride, SmallVec<[Piece; 2]>)>,
 }
 
 #[derive(Debug)]
@@ -75,17 +83,20 @@ pub(crate) struct Lane {
     /// Bytes a second, about.
     speed: u64,
     state: Mutex<State>,
+    /// Runs of copies that are pending, for a look without the lock.
+    busy: AtomicUsize,
 }
 
 impl Lane {
     pub(crate) fn new(gpu: &Arc<Gpu>, words: &Arc<Pinned>, index: usize, speed: u64) -> Result<Self, CudaError> {
-        let (pending, gathered) = (VecDeque::new(), Vec::new());
-        let state = Mutex::new(State { issued: 0, pending, free_at: Instant::now(), gathered });
-        Ok(Self { stream: Stream::new(gpu)?, words: Arc::clone(words), index, speed, state })
+        let state = Mutex::new(State { issued: 0, pending: VecDeque::new(), free_at: Instant::now() });
+        let (stream, words, busy) = (Stream::new(gpu)?, Arc::clone(words), AtomicUsize::new(0));
+        Ok(Self { stream, words, index, speed, state, busy })
     }
 
-    pub(crate) fn gpu(&self) -> &Arc<Gpu> {
-        &self.stream.gpu
+    /// How many runs of copies are pending.
+    pub(crate) fn busy(&self) -> usize {
+        self.busy.load(Ordering::Acquire)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -107,21 +118,12 @@ impl Lane {
         self.seal(state, vec![ride])
     }
 
-    /// Begins a ride together with others, when the doorbell rings.
-    pub(crate) fn gather(&self, ride: Ride, pieces: SmallVec<[Piece; 2]>) {
-        self.lock().gathered.push((ride, pieces));
-    }
-
-    /// Begins what was gathered. An error is one of the whole context.
+    /// Begins rides together. An error is one of the whole context.
     ///
     /// # Safety
-    /// As for [`Lane::begin`], for each ride that was gathered.
-    pub(crate) unsafe fn doorbell(&self) -> Result<(), CudaError> {
+    /// As for [`Lane::begin`], for each.
+    pub(crate) unsafe fn begin_all(&self, gathered: Vec<Gathered>) -> Result<(), CudaError> {
         let state = &mut *self.lock();
-        if state.gathered.is_empty() {
-            return Ok(());
-        }
-        let gathered = std::mem::take(&mut state.gathered);
         let all: Vec<Piece> = gathered.iter().flat_map(|(_, pieces)| pieces.iter().copied()).collect();
         let together = |pieces: &[Piece]| {
             // SAFETY: as the caller promises; the rides keep it until the stream has passed it.
@@ -177,6 +179,7 @@ impl Lane {
         let time = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
         state.free_at = state.free_at.max(Instant::now()) + time;
         state.issued = state.issued.wrapping_add(1);
+        self.busy.fetch_add(1, Ordering::AcqRel);
         state.pending.push_back(Entry { ticket: state.issued, rides, due: state.free_at + LATENCY });
         // SAFETY: the words are registered, and the lane holds them until the stream has gone.
         unsafe { self.stream.write(self.word(), state.issued) }
@@ -184,12 +187,16 @@ impl Lane {
 
     /// Appends the rides that have ended, and says when the next one may. `None` if none is under way.
     pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Option<Instant> {
+        if self.busy() == 0 {
+            return None;
+        }
         let state = &mut *self.lock();
         // Acquire: what the copies wrote is there once the number is.
         let passed = self.word().load(Ordering::Acquire);
         let has_passed = |entry: &mut Entry| passed.wrapping_sub(entry.ticket) < u32::MAX / 2;
         while let Some(entry) = state.pending.pop_front_if(has_passed) {
             out.extend(entry.rides);
+            self.busy.fetch_sub(1, Ordering::AcqRel);
         }
         state.pending.front().map(|entry| entry.due)
     }
@@ -201,9 +208,9 @@ impl Lane {
         while let Ok(false) = self.stream.query() {
             yield_now();
         }
-        let pending = state.pending.drain(..).flat_map(|entry| entry.rides);
-        let rides = pending.chain(state.gathered.drain(..).map(|(ride, _)| ride));
-        out.extend(rides.map(|ride| Ride { bytes: 0, result: Err(error), ..ride }));
+        self.busy.store(0, Ordering::Release);
+        let rides = state.pending.drain(..).flat_map(|entry| entry.rides);
+        out.extend(rides.map(|ride| ride.lost(error)));
     }
 
     /// An error is one of the whole context.

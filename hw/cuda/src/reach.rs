@@ -2,7 +2,6 @@
 //!
 //! Not here: when it is done.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use hw_engine::{EngineError, Memory, MemoryError, Pairs, Place};
@@ -22,7 +21,8 @@ pub(crate) struct Own {
 
 /// Every place that the engine knows.
 pub(crate) struct Reach {
-    slices: HashMap<EndpointId, Own>,
+    /// Few, so looking through them is quickest.
+    slices: Vec<(EndpointId, Own)>,
     /// By the numbers of GPUs: whether the first reaches the second.
     peers: Vec<Vec<bool>>,
     memory: Arc<dyn Memory>,
@@ -79,14 +79,14 @@ pub(crate) enum Way {
 impl Reach {
     /// Lets every GPU reach the slices of all those that it can reach.
     pub(crate) fn new(
-        slices: HashMap<EndpointId, Own>,
+        slices: Vec<(EndpointId, Own)>,
         gpus: &[Arc<Gpu>],
         memory: Arc<dyn Memory>,
         limit: usize,
     ) -> Result<Self, CudaError> {
         let reaches = |from: &Arc<Gpu>, to: &Arc<Gpu>| from.is_same(to) || from.reaches(to);
         let peers: Vec<Vec<_>> = gpus.iter().map(|from| gpus.iter().map(|to| reaches(from, to)).collect()).collect();
-        for own in slices.values() {
+        for (_, own) in &slices {
             let able = gpus.iter().zip(&peers).filter(|(_, peers)| peers[own.gpu]).map(|(gpu, _)| gpu);
             own.slice.allow(&able.collect::<Vec<_>>())?;
         }
@@ -100,7 +100,7 @@ impl Reach {
 
     /// The endpoint's slice, if it is one of these GPUs'.
     pub(crate) fn own(&self, endpoint: EndpointId) -> Option<&Own> {
-        self.slices.get(&endpoint)
+        self.slices.iter().find(|(of, _)| *of == endpoint).map(|(_, own)| own)
     }
 
     /// Where a place is, and how many of its bytes are together there, at most `most`.

@@ -9,7 +9,7 @@
 //! Not here: which addresses a transfer needs.
 
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -57,13 +57,13 @@ struct Chunk {
 struct Mapping {
     hold: Arc<Hold>,
     /// By number: a chunk begins at a multiple of [`CHUNK`] of this process's addresses.
-    chunks: HashMap<u64, Chunk>,
+    chunks: BTreeMap<u64, Chunk>,
 }
 
 #[derive(Default)]
 struct State {
     /// By the address of their first byte.
-    mappings: HashMap<u64, Mapping>,
+    mappings: BTreeMap<u64, Mapping>,
     count: usize,
     clock: u64,
 }
@@ -113,7 +113,7 @@ impl Registry {
         let len = within(&registration.at, place);
         let state = &mut *self.lock();
         let chunk = Chunk { registration: Arc::clone(&registration), used: state.clock };
-        let fresh = || Mapping { hold, chunks: HashMap::new() };
+        let fresh = || Mapping { hold, chunks: BTreeMap::new() };
         state.mappings.entry(place.mapping.start).or_insert_with(fresh).chunks.insert(number, chunk);
         state.count += 1;
         Ok((registration, len))
@@ -121,12 +121,12 @@ impl Registry {
 
     /// Gives up what was used least lately, until there is room for one more, but nothing that a transfer uses: it would be registered again.
     fn make_room(&self) {
-        loop {
-            let state = &mut *self.lock();
-            if state.count < self.limit {
-                return;
-            }
-            let Some(oldest) = state.remove_oldest() else { return };
+        let oldest = || {
+            let mut state = self.lock();
+            if state.count < self.limit { None } else { state.remove_oldest() }
+        };
+        // Given back without the lock: it takes a moment.
+        while let Some(oldest) = oldest() {
             drop(oldest);
         }
     }

@@ -3,7 +3,7 @@
 //! Not here: the engine's face.
 
 use std::collections::{BTreeSet, VecDeque};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,12 +13,11 @@ use iommu_addr::{ApertureOffset, EndpointId, Location, Segment};
 
 use crate::driver::CudaError;
 use crate::engine::Settings;
-use crate::lane::{Lane, Load, Ride, device_error};
+use crate::lane::{Load, Ride, device_error};
 use crate::reach::{Reach, Ready, Unready, Way};
 use crate::side::Side;
+use crate::ways::Ways;
 
-/// Lanes of a GPU: small transfers, out, in, local.
-pub(crate) const LANES: usize = 4;
 /// Copies of a small transfer.
 const SMALL_PIECES: usize = 16;
 /// How often the driver is asked whether the context is still good, while something is under way.
@@ -37,14 +36,12 @@ pub(crate) struct Slow {
 
 pub(crate) struct Shared {
     /// Of each GPU. First named, first gone: by then nothing is under way in them.
-    pub(crate) lanes: Vec<[Lane; LANES]>,
+    pub(crate) ways: Vec<Ways>,
     /// One for each GPU, too.
     pub(crate) sides: Vec<Mutex<Side>>,
     pub(crate) reach: Reach,
     pub(crate) settings: Settings,
     pub(crate) book: Mutex<Book>,
-    /// Small transfers that wait for the doorbell.
-    pub(crate) gathered: AtomicUsize,
     pub(crate) epoch: Instant,
     /// When the contexts were last asked after, in nanoseconds since the epoch.
     pub(crate) checked: AtomicU64,
@@ -119,20 +116,13 @@ impl Shared {
 
     fn begin_copy(&self, job: JobId, serial: u64, ready: Ready) {
         let Ready { pieces, holds, way, gpu, len } = ready;
-        let [small, out, into, local] = &self.lanes[gpu];
+        let (ways, way) = (&self.ways[gpu], way.unwrap_or(Way::Local));
         let ride = Ride { job, serial, bytes: len, result: Ok(()), _holds: holds };
         if len <= self.settings.gather && pieces.len() <= SMALL_PIECES {
-            small.gather(ride, pieces);
-            self.gathered.fetch_add(1, Ordering::Release);
-            return;
+            return ways.gather(way, ride, pieces);
         }
-        let lane = match way {
-            Some(Way::Out) => out,
-            Some(Way::In) => into,
-            Some(Way::Local) | None => local,
-        };
         // SAFETY: `Reach` gave out addresses of slices that the GPU reaches, which live as long as the engine, and of what the ride holds.
-        if let Err(error) = unsafe { lane.begin(ride, &Load::Copies(pieces)) } {
+        if let Err(error) = unsafe { ways.begin(way, ride, &Load::Copies(pieces)) } {
             self.lose(gpu, error);
         }
     }
@@ -171,9 +161,8 @@ impl Shared {
         let Ready { holds, len, .. } = ready;
         if is_one_byte {
             let ride = Ride { job: transfer.job, serial, bytes: len, result: Ok(()), _holds: holds };
-            let [.., local] = &self.lanes[gpu];
             // SAFETY: as in `begin_copy`.
-            if let Err(error) = unsafe { local.begin(ride, &Load::Set { byte, places }) } {
+            if let Err(error) = unsafe { self.ways[gpu].begin(Way::Local, ride, &Load::Set { byte, places }) } {
                 self.lose(gpu, error);
             }
             return Ok(());
@@ -247,7 +236,7 @@ impl Shared {
         }
         // Also what another thread has begun since the last time.
         let mut rides = Vec::new();
-        self.lanes[gpu].iter().for_each(|lane| lane.give_up(told, &mut rides));
+        self.ways[gpu].give_up(told, &mut rides);
         self.note(rides);
         self.tell_lost();
         self.wake();
@@ -285,20 +274,17 @@ impl Shared {
         if !(now || is_due && is_first()) {
             return;
         }
-        for (gpu, [lane, ..]) in self.lanes.iter().enumerate() {
-            if let Err(error) = lane.check() {
+        for (gpu, ways) in self.ways.iter().enumerate() {
+            if let Err(error) = ways.check() {
                 self.lose(gpu, error);
             }
         }
     }
 
     pub(crate) fn ring(&self) {
-        if self.gathered.load(Ordering::Acquire) == 0 || self.gathered.swap(0, Ordering::AcqRel) == 0 {
-            return;
-        }
-        for (gpu, [small, ..]) in self.lanes.iter().enumerate() {
+        for (gpu, ways) in self.ways.iter().enumerate() {
             // SAFETY: as in `begin_copy`.
-            if let Err(error) = unsafe { small.doorbell() } {
+            if let Err(error) = unsafe { ways.ring() } {
                 self.lose(gpu, error);
             }
         }
@@ -329,17 +315,14 @@ impl Shared {
 
     /// What has ended is visible to this machine's processors and to the GPU; what others wrote into its memory is made so.
     fn flush(&self) -> Result<(), CudaError> {
-        self.lanes.iter().try_for_each(|[lane, ..]| lane.gpu().flush_writes())
+        self.ways.iter().try_for_each(|ways| ways.gpu().flush_writes())
     }
 
     /// Collects ends, and says when it is worth looking again.
     pub(crate) fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
         self.ring();
-        let (mut rides, mut soonest) = (Vec::new(), None::<Instant>);
-        for lane in self.lanes.iter().flatten() {
-            let due = lane.collect(&mut rides);
-            soonest = soonest.into_iter().chain(due).min();
-        }
+        let mut rides = Vec::new();
+        let soonest = self.ways.iter().filter_map(|ways| ways.collect(&mut rides)).min();
         self.note(rides);
         if soonest.is_some() {
             self.check(false);
