@@ -10,7 +10,7 @@ use hw_cuda::Meter;
 use crate::raw::Way;
 use crate::report::{Row, Run, gb_per_s};
 use crate::rivals::{BUFFER, Job, Shape, bare, fair, staged};
-use crate::world::{OTHER, World};
+use crate::world::{OTHER, WAITING, World, run_on};
 
 /// Bytes of a sample, at least one transfer.
 const BYTES: u64 = 256 << 20;
@@ -33,34 +33,40 @@ impl Buffers {
     }
 }
 
-/// One transfer at a time.
+/// One transfer at a time: whoever waits for it looks without a pause.
 pub(crate) fn latency(world: &World, buffers: &mut Buffers, samples: usize, run: &mut Run, mode: &str) -> Result<()> {
+    run_on(Some(WAITING));
     for len in [8, 4096, 64 << 10, 1 << 20] {
         for (case, way) in [("out", Way::Out), ("in", Way::In)] {
             let job = world.job(len, len, way);
-            let direct = repeat(samples, || world.direct(&[job]))?;
+            let mut times: [Vec<f64>; 3] = Default::default();
+            for sample in 0..samples + 10 {
+                let taken = [world.direct(&[job])?, world.alone(&job)?, bare(&world.cuda, &[job])?];
+                // The first ones warm everything up.
+                if sample >= 10 {
+                    times.iter_mut().zip(taken).for_each(|(all, time)| all.push(micros(time)));
+                }
+            }
+            let [direct, alone, plain] = times;
             run.add(Row::new("latency", case, len, mode, "us", direct));
             if mode != "direct" {
                 continue;
             }
-            let alone = repeat(samples, || world.alone(&job))?;
             run.add(Row::new("latency", case, len, "engine", "us", alone));
-            let plain = repeat(samples, || bare(&world.cuda, &[job]))?;
             run.add(Row::new("latency", case, len, "bare", "us", plain));
             for (who, is_registered) in [("pageable", false), ("pinned", true)] {
-                let hop = repeat(samples.min(200), || staged(&world.cuda, &mut buffers.one, is_registered, job))?;
-                run.add(Row::new("latency", case, len, who, "us", hop));
+                let hop = || Ok(micros(staged(&world.cuda, &mut buffers.one, is_registered, job)?));
+                let hops = std::iter::repeat_with(hop).take(200).skip(10).collect::<Result<_>>()?;
+                run.add(Row::new("latency", case, len, who, "us", hops));
             }
         }
     }
+    run_on(None);
     Ok(())
 }
 
-fn repeat(samples: usize, mut what: impl FnMut() -> Result<Duration>) -> Result<Vec<f64>> {
-    for _ in 0..10 {
-        what()?;
-    }
-    (0..samples).map(|_| Ok(what()?.as_secs_f64() * 1e6)).collect()
+fn micros(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
 }
 
 /// Many transfers, as fast as they go.
@@ -105,7 +111,7 @@ pub(crate) fn transfer(world: &World, buffers: &mut Buffers, samples: usize, run
 }
 
 /// The shape in which the fair rival is fastest.
-fn best(world: &World, buffers: &mut Buffers, jobs: &[Job]) -> Result<Shape> {
+pub(crate) fn best(world: &World, buffers: &mut Buffers, jobs: &[Job]) -> Result<Shape> {
     let len = jobs.first().map_or(1, |job| job.len);
     let mut best = (Duration::MAX, Shape { threads: 1, piece: len.min(1 << 20) });
     for shape in Shape::all(len, buffers.threads) {

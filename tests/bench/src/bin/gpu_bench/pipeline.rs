@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use crate::measure::Buffers;
+use crate::measure::{Buffers, best};
 use crate::raw::{Kernel, Stream, Way, compile};
 use crate::report::{Row, Run};
 use crate::rivals::{Job, Shape, fair, staged};
@@ -48,12 +48,13 @@ enum Mover {
 pub(crate) fn pipeline(world: &World, buffers: &mut Buffers, samples: usize, run: &mut Run) -> Result<()> {
     let kernel = world.cuda.kernel(&compile(SOURCE, "compute_80")?, "convolve")?;
     let stream = world.cuda.stream()?;
-    let threads = std::thread::available_parallelism()?.get().min(8);
+    let job = world.job(TILE, TILE, Way::Out);
+    let shape = best(world, buffers, &[job])?;
     let movers = [
         ("direct", Mover::Direct),
         ("pageable", Mover::Staged { is_registered: false }),
         ("pinned", Mover::Staged { is_registered: true }),
-        ("fair", Mover::Fair(Shape { threads, piece: 1 << 20 })),
+        ("fair", Mover::Fair(shape)),
     ];
     for radius in [5, 10, 20] {
         let case = format!("radius {radius}");

@@ -59,7 +59,7 @@ pub(crate) fn bare(cuda: &Arc<Cuda>, jobs: &[Job]) -> Result<Duration> {
 /// Through one buffer, which is registered or not.
 pub(crate) fn staged(cuda: &Arc<Cuda>, buffer: &mut [u8], is_registered: bool, job: Job) -> Result<Duration> {
     let registered = is_registered.then(|| Registered::new(cuda, buffer)).transpose()?;
-    let buffer = registered.as_ref().map_or_else(|| None, |registered| Some(registered.address()));
+    let buffer = registered.as_ref().map(Registered::address);
     let mut pageable = Vec::new();
     let at = match buffer {
         Some(at) => at,

@@ -23,7 +23,9 @@ use peergate_guest::uapi::{self, Alloc, Completion, Peer, Work};
 use peergate_guest::{Channel, Driver as _, Error, Status, TransferPath};
 use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
+use rustix::thread::{CpuSet, sched_setaffinity};
 use vdev_device::{Device, DeviceSpec, Limits, Observer, Reach};
+use vmm_vhost_user::ThreadClass;
 
 use crate::raw::{Cuda, Way};
 use crate::rivals::Job;
@@ -38,6 +40,25 @@ const DEPTH: u64 = 128;
 /// Streams of the guest's, so that work need not wait for work before it.
 const STREAMS: u64 = 64;
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The processors that the device's threads, and whoever waits for one transfer at a time, run on, as an operator may choose for a tenant: otherwise two
+/// of them sometimes share a core, and everything between them takes a third longer.
+const QUEUE: usize = 2;
+const TIMEKEEPER: usize = 4;
+pub(crate) const WAITING: usize = 6;
+
+/// Has the calling thread run on one processor, if there are so many, or on any.
+pub(crate) fn run_on(processor: Option<usize>) {
+    let count = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let mut set = CpuSet::new();
+    match processor {
+        Some(one) if count > WAITING => set.set(one),
+        Some(_) => return,
+        None => (0..CpuSet::MAX_CPU.min(1024)).for_each(|one| set.set(one)),
+    }
+    // A machine that does not allow it measures as it does.
+    let _ = sched_setaffinity(None, &set);
+}
 
 /// An aperture, as its owner and as the device has it.
 pub(crate) struct Aperture {
@@ -83,7 +104,17 @@ impl World {
             specs.push(spec);
         }
         let (device_of, ram, engine) = serve(slice, specs, memory, settings)?;
-        let serve = vmm_vhost_user::Options { journal: Some(journal_words()), ..vmm_vhost_user::Options::default() };
+        let serve = vmm_vhost_user::Options {
+            journal: Some(journal_words()),
+            thread_hook: Arc::new(|class| {
+                run_on(match class {
+                    ThreadClass::Queue => Some(QUEUE),
+                    ThreadClass::Timekeeper => Some(TIMEKEEPER),
+                    ThreadClass::Connection => None,
+                });
+            }),
+            ..vmm_vhost_user::Options::default()
+        };
         let recorder = Arc::new(Recorder::default());
         let rig = Rig::over(device_of, ram, recorder, serve)?;
         let options = DriverOptions { polling: true, ram: 16 << 20, ..DriverOptions::default() };
@@ -212,13 +243,11 @@ impl World {
     }
 }
 
+/// A device, whom to tell of memory, and what carries its transfers out.
+type Served = (Arc<Device>, Arc<dyn RamMap>, Arc<Fleet>);
+
 /// The device over the slice, the apertures, and the guest's memory.
-fn serve(
-    slice: Slice,
-    endpoints: Vec<EndpointSpec>,
-    memory: Arc<HostMemory>,
-    settings: Settings,
-) -> Result<(Arc<Device>, Arc<dyn RamMap>, Arc<Fleet>)> {
+fn serve(slice: Slice, endpoints: Vec<EndpointSpec>, memory: Arc<HostMemory>, settings: Settings) -> Result<Served> {
     let id = EndpointId::local(0);
     let cuda = Arc::new(CudaEngine::new(vec![(id, slice)], memory.clone() as Arc<dyn Memory>, settings, None)?);
     let member = Member { endpoint: id, engine: cuda, same_function: Vec::new() };
