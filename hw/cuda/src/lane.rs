@@ -1,12 +1,13 @@
 //! [`Lane`]: a stream of a GPU, and what is under way in it.
 //!
-//! Behind every run of copies the stream writes a number into a word of this process's memory. So looking whether they have ended costs no call of the
-//! driver, and no thread waits inside it.
+//! Behind a run of copies the stream writes a number into a word of this process's memory. So looking whether they have ended costs no call of the driver,
+//! and no thread waits inside it. For a microsecond or two around the writing the stream copies nothing, so a run is what was begun before the doorbell
+//! rings, unless that is long.
 //!
 //! Not here: which lane a transfer takes.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
@@ -25,6 +26,8 @@ use crate::registry::Registration;
 const BATCH: usize = 4;
 /// Most copies of such a call.
 const MOST: usize = 256;
+/// Bytes from which a run is long: whoever waits for the first of them waits for no more than these, 80 us on a PCIe 5.0 link.
+const LONG: u64 = 4 << 20;
 /// What a copy takes whatever its length (as above: 4 KiB there and back take 7 us).
 const LATENCY: Duration = Duration::from_micros(6);
 
@@ -72,6 +75,8 @@ struct State {
     pending: VecDeque<Entry>,
     /// When all of it may have ended, at the speed that such copies have.
     free_at: Instant,
+    /// What has begun, and of whose end the stream was not told to say anything yet.
+    run: Vec<Ride>,
 }
 
 #[derive(Debug)]
@@ -83,15 +88,18 @@ pub(crate) struct Lane {
     /// Bytes a second, about.
     speed: u64,
     state: Mutex<State>,
-    /// Runs of copies that are pending, for a look without the lock.
+    /// Runs that are pending or being made, for a look without the lock.
     busy: AtomicUsize,
+    /// One is being made.
+    has_run: AtomicBool,
 }
 
 impl Lane {
     pub(crate) fn new(gpu: &Arc<Gpu>, words: &Arc<Pinned>, index: usize, speed: u64) -> Result<Self, CudaError> {
-        let state = Mutex::new(State { issued: 0, pending: VecDeque::new(), free_at: Instant::now() });
-        let (stream, words, busy) = (Stream::new(gpu)?, Arc::clone(words), AtomicUsize::new(0));
-        Ok(Self { stream, words, index, speed, state, busy })
+        let state = State { issued: 0, pending: VecDeque::new(), free_at: Instant::now(), run: Vec::new() };
+        let (stream, words, state) = (Stream::new(gpu)?, Arc::clone(words), Mutex::new(state));
+        let (busy, has_run) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Ok(Self { stream, words, index, speed, state, busy, has_run })
     }
 
     /// How many runs of copies are pending.
@@ -107,7 +115,7 @@ impl Lane {
         self.words.word(self.index)
     }
 
-    /// Begins a ride at once. An error is one of the whole context; the ride is pending then, too.
+    /// Begins a ride at once; it ends after the doorbell has rung. An error is one of the whole context; the ride is pending then, too.
     ///
     /// # Safety
     /// What the load names is memory of GPUs that this lane's one reaches and that live as long as the lane, or is in the ride's holds.
@@ -115,7 +123,28 @@ impl Lane {
         let state = &mut *self.lock();
         // SAFETY: as the caller promises; the ride keeps it until the stream has passed it.
         unsafe { self.load(&mut ride, load) };
-        self.seal(state, vec![ride])
+        state.run.push(ride);
+        if !self.has_run.swap(true, Ordering::AcqRel) {
+            self.busy.fetch_add(1, Ordering::AcqRel);
+        }
+        if state.run.iter().map(|ride| ride.bytes).sum::<u64>() < LONG { Ok(()) } else { self.seal_run(state) }
+    }
+
+    /// Has the stream say when what was begun has ended. An error is one of the whole context.
+    pub(crate) fn doorbell(&self) -> Result<(), CudaError> {
+        if !self.has_run.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.seal_run(&mut self.lock())
+    }
+
+    fn seal_run(&self, state: &mut State) -> Result<(), CudaError> {
+        let run = std::mem::take(&mut state.run);
+        if !self.has_run.swap(false, Ordering::AcqRel) {
+            return Ok(());
+        }
+        self.busy.fetch_sub(1, Ordering::AcqRel);
+        self.seal(state, run)
     }
 
     /// Begins rides together. An error is one of the whole context.
@@ -209,7 +238,8 @@ impl Lane {
             yield_now();
         }
         self.busy.store(0, Ordering::Release);
-        let rides = state.pending.drain(..).flat_map(|entry| entry.rides);
+        self.has_run.store(false, Ordering::Release);
+        let rides = state.pending.drain(..).flat_map(|entry| entry.rides).chain(state.run.drain(..));
         out.extend(rides.map(|ride| ride.lost(error)));
     }
 

@@ -221,6 +221,7 @@ impl Shared {
                 };
                 self.end_now(serial, Finished { job: transfer.job, bytes: 0, result: Err(error), raised: false });
             }
+            self.ring();
             // Whoever looks after the engine did not know when to look.
             self.wake();
         }

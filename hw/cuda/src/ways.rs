@@ -77,7 +77,7 @@ impl Ways {
         &self.groups[way as usize]
     }
 
-    /// Begins a ride at once. An error is one of the whole context; the ride is pending then, too.
+    /// Begins a ride at once; it ends after the doorbell has rung. An error is one of the whole context; the ride is pending then, too.
     ///
     /// # Safety
     /// What the load names is memory of GPUs that this one reaches and that live as long as the lanes, or is in the ride's holds.
@@ -94,12 +94,13 @@ impl Ways {
         group.waiting.store(gathered.len(), Ordering::Release);
     }
 
-    /// Begins what was gathered. An error is one of the whole context.
+    /// Begins what was gathered, and has the streams say when all that has begun has ended. An error is one of the whole context.
     ///
     /// # Safety
     /// As for [`Ways::begin`], for each ride that was gathered.
     pub(crate) unsafe fn ring(&self) -> Result<(), CudaError> {
         for group in &self.groups {
+            group.large.iter().try_for_each(Lane::doorbell)?;
             if group.waiting.load(Ordering::Acquire) == 0 {
                 continue;
             }

@@ -10,7 +10,7 @@ use hw_cuda::Meter;
 use crate::raw::Way;
 use crate::report::{Row, Run, gb_per_s};
 use crate::rivals::{BUFFER, Job, Shape, bare, fair, staged};
-use crate::world::{OTHER, WAITING, World, run_on};
+use crate::world::{OTHER, World};
 
 /// Bytes of a sample, at least one transfer.
 const BYTES: u64 = 256 << 20;
@@ -33,21 +33,21 @@ impl Buffers {
     }
 }
 
+/// Transfers of a rival before the next one's turn: as often as a program would that makes one transfer after another.
+const BLOCK: usize = 25;
+
 /// One transfer at a time: whoever waits for it looks without a pause.
 pub(crate) fn latency(world: &World, buffers: &mut Buffers, samples: usize, run: &mut Run, mode: &str) -> Result<()> {
-    run_on(Some(WAITING));
+    let through = blocks(samples, [&mut || world.through()])?;
+    let [through] = through;
+    run.add(Row::new("latency", "device", 8, mode, "us", through));
     for len in [8, 4096, 64 << 10, 1 << 20] {
         for (case, way) in [("out", Way::Out), ("in", Way::In)] {
             let job = world.job(len, len, way);
-            let mut times: [Vec<f64>; 3] = Default::default();
-            for sample in 0..samples + 10 {
-                let taken = [world.direct(&[job])?, world.alone(&job)?, bare(&world.cuda, &[job])?];
-                // The first ones warm everything up.
-                if sample >= 10 {
-                    times.iter_mut().zip(taken).for_each(|(all, time)| all.push(micros(time)));
-                }
-            }
-            let [direct, alone, plain] = times;
+            let [direct, alone, plain] = blocks(
+                samples,
+                [&mut || world.direct(&[job]), &mut || world.alone(&job), &mut || bare(&world.cuda, &[job])],
+            )?;
             run.add(Row::new("latency", case, len, mode, "us", direct));
             if mode != "direct" {
                 continue;
@@ -55,18 +55,32 @@ pub(crate) fn latency(world: &World, buffers: &mut Buffers, samples: usize, run:
             run.add(Row::new("latency", case, len, "engine", "us", alone));
             run.add(Row::new("latency", case, len, "bare", "us", plain));
             for (who, is_registered) in [("pageable", false), ("pinned", true)] {
-                let hop = || Ok(micros(staged(&world.cuda, &mut buffers.one, is_registered, job)?));
-                let hops = std::iter::repeat_with(hop).take(200).skip(10).collect::<Result<_>>()?;
+                let [hops] = blocks(200, [&mut || staged(&world.cuda, &mut buffers.one, is_registered, job)])?;
                 run.add(Row::new("latency", case, len, who, "us", hops));
             }
         }
     }
-    run_on(None);
     Ok(())
 }
 
-fn micros(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e6
+/// Takes so many samples, in microseconds, of each rival, in turns.
+fn blocks<const N: usize>(
+    samples: usize,
+    mut rivals: [&mut dyn FnMut() -> Result<Duration>; N],
+) -> Result<[Vec<f64>; N]> {
+    let mut times = [const { Vec::new() }; N];
+    while times.iter().any(|times| times.len() < samples) {
+        for (rival, times) in rivals.iter_mut().zip(&mut times) {
+            // The first ones of a block find nothing where it was.
+            for sample in 0..BLOCK + 5 {
+                let time = rival()?;
+                if sample >= 5 {
+                    times.push(time.as_secs_f64() * 1e6);
+                }
+            }
+        }
+    }
+    Ok(times)
 }
 
 /// Many transfers, as fast as they go.

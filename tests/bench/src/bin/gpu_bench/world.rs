@@ -23,9 +23,7 @@ use peergate_guest::uapi::{self, Alloc, Completion, Peer, Work};
 use peergate_guest::{Channel, Driver as _, Error, Status, TransferPath};
 use rustix::fs::SealFlags;
 use rustix::mm::{MapFlags, ProtFlags};
-use rustix::thread::{CpuSet, sched_setaffinity};
 use vdev_device::{Device, DeviceSpec, Limits, Observer, Reach};
-use vmm_vhost_user::ThreadClass;
 
 use crate::raw::{Cuda, Way};
 use crate::rivals::Job;
@@ -41,30 +39,12 @@ const DEPTH: u64 = 128;
 const STREAMS: u64 = 64;
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The processors that the device's threads, and whoever waits for one transfer at a time, run on, as an operator may choose for a tenant: otherwise two
-/// of them sometimes share a core, and everything between them takes a third longer.
-const QUEUE: usize = 2;
-const TIMEKEEPER: usize = 4;
-pub(crate) const WAITING: usize = 6;
-
-/// Has the calling thread run on one processor, if there are so many, or on any.
-pub(crate) fn run_on(processor: Option<usize>) {
-    let count = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let mut set = CpuSet::new();
-    match processor {
-        Some(one) if count > WAITING => set.set(one),
-        Some(_) => return,
-        None => (0..CpuSet::MAX_CPU.min(1024)).for_each(|one| set.set(one)),
-    }
-    // A machine that does not allow it measures as it does.
-    let _ = sched_setaffinity(None, &set);
-}
-
 /// An aperture, as its owner and as the device has it.
 pub(crate) struct Aperture {
     /// Where its owner has it mapped.
     pub(crate) address: u64,
     pub(crate) len: u64,
+    endpoint: u32,
     iova: u64,
 }
 
@@ -104,17 +84,7 @@ impl World {
             specs.push(spec);
         }
         let (device_of, ram, engine) = serve(slice, specs, memory, settings)?;
-        let serve = vmm_vhost_user::Options {
-            journal: Some(journal_words()),
-            thread_hook: Arc::new(|class| {
-                run_on(match class {
-                    ThreadClass::Queue => Some(QUEUE),
-                    ThreadClass::Timekeeper => Some(TIMEKEEPER),
-                    ThreadClass::Connection => None,
-                });
-            }),
-            ..vmm_vhost_user::Options::default()
-        };
+        let serve = vmm_vhost_user::Options { journal: Some(journal_words()), ..vmm_vhost_user::Options::default() };
         let recorder = Arc::new(Recorder::default());
         let rig = Rig::over(device_of, ram, recorder, serve)?;
         let options = DriverOptions { polling: true, ram: 16 << 20, ..DriverOptions::default() };
@@ -133,7 +103,7 @@ impl World {
                 ..Peer::default()
             };
             channel.peer(peer)?;
-            apertures.push(Aperture { address, len, iova: buffer.iova });
+            apertures.push(Aperture { address, len, endpoint: buffer.endpoint, iova: buffer.iova });
         }
         Ok(Self { gpu, cuda, device, apertures, engine, slice, channel, _driver: driver, _rig: rig })
     }
@@ -154,6 +124,10 @@ impl World {
         let most = jobs.iter().map(|job| job.count).max().unwrap_or(0);
         let all = (0..most).flat_map(|n| jobs.iter().filter(move |job| n < job.count).map(move |job| (n, job)));
         let work: Vec<Work> = all.enumerate().map(|(index, (n, job))| self.copy(index as u64, n, job)).collect();
+        self.carry_out(&work)
+    }
+
+    fn carry_out(&self, work: &[Work]) -> Result<Duration> {
         let start = Instant::now();
         let (mut sent, mut done) = (0, 0);
         let mut ended = vec![Completion::default(); usize::try_from(DEPTH)?];
@@ -172,11 +146,20 @@ impl World {
             for completion in &ended[..count] {
                 let (status, path) = (Status::from_raw(completion.status), TransferPath::from_raw(completion.path));
                 ensure!(status == Some(Status::Ok), "A copy ended with {status:?}");
-                ensure!(path == Some(TransferPath::Direct), "A copy went {path:?}");
+                ensure!(path != Some(TransferPath::Staged), "A copy was staged");
             }
             done += count;
         }
         Ok(start.elapsed())
+    }
+
+    /// Has the device copy eight bytes within an aperture, which the processor does at once: what the way through the device takes by itself.
+    pub(crate) fn through(&self) -> Result<Duration> {
+        let [aperture, ..] = &self.apertures[..] else { anyhow::bail!("There is an aperture") };
+        let mut work = self.copy(0, 0, &self.job(8, 8, Way::Out));
+        (work.source, work.destination) = (aperture.iova, aperture.iova + 4096);
+        work.initiator = aperture.endpoint;
+        self.carry_out(&[work])
     }
 
     /// Has the engine make one transfer, without a device in front of it, which must be idle.
