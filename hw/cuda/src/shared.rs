@@ -2,7 +2,7 @@
 //!
 //! Not here: the engine's face.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -55,10 +55,24 @@ pub(crate) struct Book {
     pub(crate) next: u64,
     /// Serial numbers of what is under way.
     pub(crate) running: BTreeSet<u64>,
-    /// Flushes that wait for everything before them.
-    pub(crate) flushes: VecDeque<(u64, JobId)>,
+    /// Flushes that wait for everything before them, by their serial numbers: two threads may note theirs in another order.
+    pub(crate) flushes: BTreeMap<u64, JobId>,
     /// What ended where nobody collects.
     pub(crate) ended: Vec<Finished>,
+}
+
+impl Book {
+    /// Takes out the flushes that have nothing before them any more.
+    fn take_due(&mut self) -> Vec<JobId> {
+        let mut due = Vec::new();
+        while let Some(first) = self.flushes.first_entry()
+            && self.running.first() == Some(first.key())
+        {
+            self.running.remove(first.key());
+            due.push(first.remove());
+        }
+        due
+    }
 }
 
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -108,7 +122,7 @@ impl Shared {
             Work::Fill { dst, pattern } => self.begin_fill(transfer, dst, *pattern, serial, may_block),
             Work::Kernel { .. } => Err(Unready::Error(EngineError::NO_KERNELS)),
             Work::Flush => {
-                lock(&self.book).flushes.push_back((serial, transfer.job));
+                lock(&self.book).flushes.insert(serial, transfer.job);
                 Ok(())
             }
         }
@@ -293,16 +307,7 @@ impl Shared {
 
     /// Ends flushes that have nothing before them any more.
     fn end_flushes(&self) {
-        let mut due = Vec::new();
-        let mut book = lock(&self.book);
-        while let Some((serial, job)) = book.flushes.front().copied()
-            && book.running.first() == Some(&serial)
-        {
-            book.flushes.pop_front();
-            book.running.remove(&serial);
-            due.push(job);
-        }
-        drop(book);
+        let due = lock(&self.book).take_due();
         if due.is_empty() {
             return;
         }
@@ -337,5 +342,22 @@ impl Shared {
         let now = Instant::now();
         let late = now.saturating_duration_since(soonest);
         Some(if late.is_zero() { (soonest - now).max(LOOK.0) } else { (late / 4).clamp(LOOK.0, LOOK.1) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flushes_that_are_noted_in_another_order_than_they_were_submitted_in_all_end() {
+        let mut book = Book { running: [3, 4, 5].into(), ..Book::default() };
+        for serial in [5, 4] {
+            book.flushes.insert(serial, JobId(serial));
+        }
+        assert_eq!(book.take_due(), [], "one is under way before them");
+        book.running.remove(&3);
+        assert_eq!(book.take_due(), [JobId(4), JobId(5)]);
+        assert!(book.running.is_empty() && book.flushes.is_empty());
     }
 }
