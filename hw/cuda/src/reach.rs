@@ -2,7 +2,8 @@
 //!
 //! Not here: when it is done.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use hw_engine::{EngineError, Memory, MemoryError, Pairs, Place};
 use iommu_addr::{EndpointId, Location, Segment};
@@ -27,6 +28,26 @@ pub(crate) struct Reach {
     peers: Vec<Vec<bool>>,
     memory: Arc<dyn Memory>,
     registry: Registry,
+    refusals: Seldom,
+}
+
+/// How long nothing is said of memory that cannot be given to a GPU once something was: a guest can cause that with every transfer.
+const QUIET: Duration = Duration::from_secs(60);
+
+/// When something was last said.
+#[derive(Default)]
+struct Seldom(Mutex<Option<Instant>>);
+
+impl Seldom {
+    /// Whether it is time to say something again.
+    fn is_due(&self, now: Instant) -> bool {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = last.is_none_or(|last| now.saturating_duration_since(last) >= QUIET);
+        if is_due {
+            *last = Some(now);
+        }
+        is_due
+    }
 }
 
 /// Why a transfer cannot begin.
@@ -91,7 +112,7 @@ impl Reach {
             own.slice.allow(&able.collect::<Vec<_>>())?;
         }
         let registry = Registry::new(&gpus[0], limit);
-        Ok(Self { slices, peers, memory, registry })
+        Ok(Self { slices, peers, memory, registry, refusals: Seldom::default() })
     }
 
     pub(crate) fn registry(&self) -> &Registry {
@@ -215,7 +236,7 @@ impl Reach {
                 let found = match self.registry.find(&place) {
                     Some(found) => found,
                     None if may_block => self.registry.require(&place).map_err(|error| {
-                        tracing::warn!("Memory cannot be given to a GPU: {error}");
+                        self.tell(&place, &error);
                         Unready::Error(crate::lane::device_error(&error))
                     })?,
                     None => return Err(Unready::Unregistered),
@@ -228,5 +249,32 @@ impl Reach {
                 Ok((place.address, within))
             }
         }
+    }
+
+    /// Says that memory cannot be given to a GPU, and what to do, but not for every transfer that finds that out.
+    fn tell(&self, place: &Place, error: &CudaError) {
+        if !self.refusals.is_due(Instant::now()) {
+            return tracing::debug!("Memory can still not be given to a GPU: {error}");
+        }
+        let advice = if place.is_device {
+            "copies between it and this device's BAR fail; stage the pair"
+        } else {
+            "transfers there fail; back the VM's memory with a memfd or hugetlbfs, as the kernel pins no pages of files on a disk for good"
+        };
+        tracing::warn!("Memory cannot be given to a GPU ({error}): {advice}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_does_not_fill_the_log() {
+        let (seldom, start) = (Seldom::default(), Instant::now());
+        let is_due = |after| seldom.is_due(start + after);
+        assert!(is_due(Duration::ZERO));
+        assert!(!is_due(Duration::ZERO) && !is_due(QUIET / 2));
+        assert!(is_due(QUIET) && !is_due(QUIET));
     }
 }
