@@ -236,6 +236,8 @@ impl Shared {
                 self.end_now(serial, Finished { job: transfer.job, bytes: 0, result: Err(error), raised: false });
             }
             self.ring();
+            // What has gone while it was registered was not given up with the rest.
+            self.reach.registry().sweep();
             // Whoever looks after the engine did not know when to look.
             self.wake();
         }

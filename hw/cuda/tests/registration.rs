@@ -3,9 +3,14 @@
 
 mod common;
 
-use common::{Fake, World, copy, own, ram, regions, until};
-use hw_cuda::Settings;
-use hw_engine::{DmaEngine, EngineError, Finished, JobId, Memory, RamMap, RamRegion};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+
+use common::{Fake, World, copy, endpoint, ends_of, own, ram, regions, transfer, until};
+use hw_cuda::{CudaEngine, Settings, Slice};
+use hw_engine::{DmaEngine, EngineError, Finished, JobId, Memory, MemoryError, Place, RamMap, RamRegion};
+use hw_host::HostMemory;
+use iommu_addr::Location;
 
 const MIB: u64 = 1 << 20;
 const CHUNK: u64 = 64 * MIB;
@@ -175,4 +180,54 @@ fn many_threads_register_a_chunk_once() {
     assert_eq!(world.fake.get("registers") - before, 1);
     until("nothing is queued", || world.fake.get("queued") == 0);
     world.end();
+}
+
+/// Guest memory that goes just when it is found for the engine's own thread.
+struct Going {
+    memory: HostMemory,
+    engine: OnceLock<Weak<CudaEngine>>,
+    found: AtomicU32,
+}
+
+impl Memory for Going {
+    fn copy(&self, dst: Location, src: Location, len: u64) -> Result<(), MemoryError> {
+        self.memory.copy(dst, src, len)
+    }
+
+    fn fill(&self, dst: Location, len: u64, pattern: u64) -> Result<(), MemoryError> {
+        self.memory.fill(dst, len, pattern)
+    }
+
+    fn read(&self, src: Location, into: &mut [u8]) -> Result<(), MemoryError> {
+        self.memory.read(src, into)
+    }
+
+    fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError> {
+        self.memory.write(dst, from)
+    }
+
+    fn place(&self, at: Location, most: u64) -> Option<Place> {
+        let place = self.memory.place(at, most);
+        if self.found.fetch_add(1, Ordering::Relaxed) == 1 {
+            self.memory.replace(&[]).unwrap();
+            self.engine.get().unwrap().upgrade().unwrap().memory_changed();
+        }
+        place
+    }
+}
+
+#[test]
+fn what_goes_while_it_is_registered_is_let_go_of() {
+    let Some(fake) = Fake::cuda() else { return };
+    let memory = Arc::new(Going { memory: HostMemory::new(), engine: OnceLock::new(), found: AtomicU32::new(0) });
+    memory.memory.replace(&regions(&[(0, MIB)])).unwrap();
+    let slices = vec![(endpoint(0), Slice::new(&fake.gpus()[0], 2 * MIB).unwrap())];
+    let engine = Arc::new(CudaEngine::new(slices, memory.clone(), Settings::default(), None).unwrap());
+    memory.engine.set(Arc::downgrade(&engine)).unwrap();
+    let before = fake.get("registrations");
+    engine.submit(&transfer(1, 0, copy(own(0, 0), ram(0), 64))).unwrap();
+    assert_eq!(ends_of(&*engine, 1)[0].result, Ok(()));
+    until("it is let go of", || fake.get("registrations") == before);
+    drop(engine);
+    fake.is_left_clean();
 }
