@@ -10,8 +10,7 @@
 //! Not here: copies of which no GPU reaches both ends, kernels, rights.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -24,7 +23,7 @@ use crate::gpu::Gpu;
 use crate::pinned::Pinned;
 use crate::reach::{Own, Reach, Unready};
 use crate::registry::MAX_CHUNKS;
-use crate::shared::{LOOK, Shared, Slow, lock};
+use crate::shared::{LOOK, Shared, lock};
 use crate::side::Side;
 use crate::slice::Slice;
 use crate::ways::{LANES, LINE, Ways};
@@ -53,7 +52,7 @@ impl Default for Settings {
 /// Every GPU slice of a tenant. See the module.
 pub struct CudaEngine {
     shared: Arc<Shared>,
-    slow: Option<(Sender<Slow>, JoinHandle<()>)>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl CudaEngine {
@@ -91,23 +90,23 @@ impl CudaEngine {
             reach,
             settings,
             book: Mutex::default(),
+            more: Condvar::new(),
             epoch: Instant::now(),
             checked: AtomicU64::new(0),
             lost: OnceLock::new(),
             wake: OnceLock::new(),
             tell: Mutex::default(),
         });
-        let (sender, receiver) = channel();
         let work = Arc::clone(&shared);
         let body = move || {
             if let Some(hook) = hook {
                 hook();
             }
-            work.work_off(&receiver);
+            work.work_off();
         };
         let thread = thread::Builder::new().name("cuda".into()).spawn(body);
         let thread = thread.map_err(|source| CudaError::Host { step: "start a thread for a GPU's engine", source })?;
-        Ok(Self { shared, slow: Some((sender, thread)) })
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     /// To be called when the memory that the engine was made over has changed: lets go of what nobody has mapped any more.
@@ -149,11 +148,12 @@ impl DmaEngine for CudaEngine {
         let error = match shared.begin(transfer, serial, false) {
             Ok(()) => return Ok(Submit::Submitted),
             Err(Unready::Unregistered) => {
-                let slow = Slow { transfer: transfer.clone(), serial };
-                match &self.slow {
-                    Some((sender, _)) if sender.send(slow).is_ok() => return Ok(Submit::Submitted),
-                    _ => EngineError::LOST,
+                if self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+                    lock(&shared.book).waiting.insert(serial, transfer.clone());
+                    shared.more.notify_one();
+                    return Ok(Submit::Submitted);
                 }
+                EngineError::LOST
             }
             Err(Unready::Error(error)) => error,
         };
@@ -169,8 +169,9 @@ impl DmaEngine for CudaEngine {
         self.shared.poll(out)
     }
 
-    /// A copy that a GPU has begun ends by itself, in milliseconds.
-    fn abort(&self, _job: JobId) {}
+    fn abort(&self, job: JobId) {
+        self.shared.give_up(job);
+    }
 
     fn quiesce(&self, out: &mut Vec<Finished>) {
         loop {
@@ -209,8 +210,9 @@ impl Owner for CudaEngine {
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
-        if let Some((sender, thread)) = self.slow.take() {
-            drop(sender);
+        lock(&self.shared.book).over = true;
+        self.shared.more.notify_one();
+        if let Some(thread) = self.thread.take() {
             // It has no panics to tell of that it did not print.
             let _ = thread.join();
         }

@@ -4,8 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Receiver;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use hw_engine::{EngineError, Finished, JobId, MemoryError, Route, Transfer, Work};
@@ -28,12 +27,6 @@ pub(crate) const LOOK: (Duration, Duration) = (Duration::from_micros(5), Duratio
 pub(crate) type Wake = Box<dyn Fn() + Send + Sync>;
 pub(crate) type Tell = Box<dyn Fn(&CudaError) + Send + Sync>;
 
-/// Work for the engine's own thread.
-pub(crate) struct Slow {
-    pub(crate) transfer: Transfer,
-    pub(crate) serial: u64,
-}
-
 pub(crate) struct Shared {
     /// Of each GPU. First named, first gone: by then nothing is under way in them.
     pub(crate) ways: Vec<Ways>,
@@ -42,6 +35,8 @@ pub(crate) struct Shared {
     pub(crate) reach: Reach,
     pub(crate) settings: Settings,
     pub(crate) book: Mutex<Book>,
+    /// There is something for the engine's own thread, or it is over.
+    pub(crate) more: Condvar,
     pub(crate) epoch: Instant,
     /// When the contexts were last asked after, in nanoseconds since the epoch.
     pub(crate) checked: AtomicU64,
@@ -57,6 +52,10 @@ pub(crate) struct Book {
     pub(crate) running: BTreeSet<u64>,
     /// Flushes that wait for everything before them, by their serial numbers: two threads may note theirs in another order.
     pub(crate) flushes: BTreeMap<u64, JobId>,
+    /// What waits for the engine's own thread, by serial numbers.
+    pub(crate) waiting: BTreeMap<u64, Transfer>,
+    /// That thread ends when nothing waits any more.
+    pub(crate) over: bool,
     /// What ended where nobody collects.
     pub(crate) ended: Vec<Finished>,
 }
@@ -72,6 +71,18 @@ impl Book {
             due.push(first.remove());
         }
         due
+    }
+
+    /// Takes out what has not begun. False if nothing of that name waits.
+    fn give_up(&mut self, job: JobId) -> bool {
+        let waiting = self.waiting.iter().map(|(serial, transfer)| (*serial, transfer.job));
+        let mut all = waiting.chain(self.flushes.iter().map(|(serial, job)| (*serial, *job)));
+        let Some((serial, _)) = all.find(|(_, waits)| *waits == job) else { return false };
+        self.waiting.remove(&serial);
+        self.flushes.remove(&serial);
+        self.running.remove(&serial);
+        self.ended.push(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false });
+        true
     }
 }
 
@@ -215,15 +226,35 @@ impl Shared {
         book.ended.push(finished);
     }
 
+    /// Ends what waits. What a GPU has begun ends by itself, in milliseconds.
+    pub(crate) fn give_up(&self, job: JobId) {
+        let has_ended = lock(&self.book).give_up(job);
+        if has_ended {
+            self.wake();
+        }
+    }
+
     fn wake(&self) {
         if let Some(wake) = self.wake.get() {
             wake();
         }
     }
 
+    /// What the engine's own thread does next; waits for it. `None` if it is over.
+    fn next(&self) -> Option<(u64, Transfer)> {
+        let mut book = lock(&self.book);
+        loop {
+            let first = book.waiting.pop_first();
+            if first.is_some() || book.over {
+                return first;
+            }
+            book = self.more.wait(book).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     /// The engine's own thread.
-    pub(crate) fn work_off(&self, receiver: &Receiver<Slow>) {
-        while let Ok(Slow { transfer, serial }) = receiver.recv() {
+    pub(crate) fn work_off(&self) {
+        while let Some((serial, transfer)) = self.next() {
             let begun = match self.lost.get() {
                 None => self.begin(&transfer, serial, true),
                 Some(_) => Err(Unready::Error(EngineError::LOST)),

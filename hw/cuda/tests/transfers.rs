@@ -174,6 +174,29 @@ fn a_copy_that_is_aborted_still_ends_once_and_not_before_its_time() {
 }
 
 #[test]
+fn what_has_not_begun_ends_when_it_is_aborted() {
+    let Some(world) = world() else { return };
+    let registers = since(&world, ["registers"]);
+    let dst = [iommu_addr::Segment { at: own(0, 0), len: 4096 }];
+    world.fake.set("stall", 1);
+    // The engine's own thread is at this one.
+    world.submit(1, Work::Fill { dst: dst.into_iter().collect(), pattern: 0x0102 });
+    until("it has begun", || world.fake.get("queued") > 0);
+    world.submit(2, copy(own(0, 0), ram(OTHER), 64));
+    world.submit(3, Work::Flush);
+    (1..4).for_each(|job| world.engine.abort(JobId(job)));
+    let mut ends = Vec::new();
+    world.engine.poll(&mut ends);
+    let ends: Vec<_> = ends.iter().map(|end| (end.job.0, end.bytes, end.result)).collect();
+    assert_eq!(ends, [2, 3].map(|job| (job, 0, Err(EngineError::Aborted))));
+    world.fake.set("stall", 0);
+    assert_eq!(world.ends(1)[0].result, Ok(()));
+    world.run(copy(own(0, 0), ram(0), 8));
+    assert_eq!(registers(), [0], "it was not begun after all");
+    world.end();
+}
+
+#[test]
 fn a_quiet_engine_has_waited_for_its_gpu() {
     let Some(world) = world() else { return };
     let calls = since(&world, ["executed", "batches"]);
