@@ -220,7 +220,10 @@ impl Device {
     pub fn drain(&self, index: u16) -> bool {
         let Some(queue) = self.queues.get(usize::from(index)) else { return false };
         let mut state = lock(&queue.state);
-        let Some(port) = self.port(index).filter(|port| port.taking()) else { return false };
+        let Some(port) = self.port(index).filter(|port| port.taking()) else {
+            self.rest();
+            return false;
+        };
         match &mut *state {
             QueueState::Control(control) => self.control_turn(&port, control),
             QueueState::Event => self.events.deliver(&port),

@@ -115,9 +115,8 @@ impl Device {
         chains.clear();
         self.settle(turn);
         let more = may_have_more || !self.ready.is_empty();
-        if turn.glances && !more && !self.flights.is_idle() {
-            // From here on the timekeeper has to look.
-            self.wake();
+        if !more {
+            self.rest();
         }
         more
     }

@@ -81,6 +81,13 @@ impl Device {
         !self.spec.linger.is_zero()
     }
 
+    /// A queue's thread takes no further turn, whatever the last one answered: from here on the timekeeper has to look for what is in flight.
+    pub fn rest(&self) {
+        if self.glances() && !self.flights.is_idle() {
+            self.wake();
+        }
+    }
+
     fn land_all(&self, turn: &mut Turn, finished: Vec<Finished>) {
         for report in finished {
             if let Some((flight, finished)) = self.flights.land(report) {

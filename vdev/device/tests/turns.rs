@@ -135,3 +135,22 @@ fn a_queue_that_lingers_collects_ends_itself_and_has_the_timekeeper_look_when_it
     while bed.device.drain(2) {}
     assert_eq!(woken(&wakes), 1, "what is under way when it rests is the timekeeper's");
 }
+
+#[test]
+fn what_is_under_way_when_a_queue_is_left_in_the_middle_is_the_timekeepers() {
+    let spec = DeviceSpec { linger: Duration::from_millis(100), ..spec() };
+    let mut bed = Bed::build(spec, |memory| Arc::new(HostEngine::new(memory)), PIECE).prepared();
+    let wakes = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&wakes);
+    bed.device.on_progress(Arc::new(move || _ = count.fetch_add(1, Ordering::Relaxed)));
+    let woken = || wakes.swap(0, Ordering::Relaxed);
+    bed.device.rest();
+    assert_eq!(woken(), 0, "there is nothing");
+    bed.engine.set(Mode::Hold);
+    bed.submit(1, &[large(0)]);
+    assert!(bed.device.drain(2), "it lingers");
+    woken();
+    // As when the front-end disables the queue: nobody drains it any more.
+    bed.device.rest();
+    assert_eq!(woken(), 1);
+}

@@ -163,6 +163,7 @@ impl Backend {
             if let Some(mut state) = self.queue(index) {
                 state.failed = true;
             }
+            self.device.rest();
             false
         })
     }
@@ -302,6 +303,8 @@ impl VhostUserBackend for Backend {
                 let Ok(index) = u16::try_from(index) else { continue };
                 if self.is_running(index, vring) {
                     more |= self.drain(index);
+                } else {
+                    self.device.rest();
                 }
             }
         }
