@@ -6,6 +6,9 @@
 //! A registration keeps its mapping mapped. When nothing else does any more, because the guest's memory table has changed, [`Registry::sweep`] gives it up;
 //! one that a transfer still uses goes when that has ended. When there are too many, the one that was used least lately goes.
 //!
+//! The kernel pins a registration's pages. A VMM that discards some of them all the same (balloon, free page reporting) gives its guest other ones, and GPUs go on
+//! with those that were there before: nobody tells a device of that.
+//!
 //! Not here: which addresses a transfer needs.
 
 use std::any::Any;
