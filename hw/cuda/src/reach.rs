@@ -93,8 +93,10 @@ pub(crate) enum Way {
     Out,
     /// The other way.
     In,
-    /// From a GPU to it or another.
+    /// Within a GPU.
     Local,
+    /// From a GPU to another.
+    Peer,
 }
 
 impl Reach {
@@ -143,6 +145,15 @@ impl Reach {
         of(initiator).or_else(|| places.filter_map(|at| of(at.owner()?)).next())
     }
 
+    /// The GPU that has all of a source, if it reaches the slices that the bytes go to: from one GPU to another, writing takes fewer ways than reading.
+    fn writer(&self, dst: &[Segment], src: &[Segment]) -> Option<usize> {
+        let of = |segment: &Segment| self.own(segment.at.owner()?).map(|own| own.gpu);
+        let gpu = of(src.first()?)?;
+        let has_all = src.iter().all(|segment| of(segment) == Some(gpu));
+        let reaches_all = || dst.iter().all(|segment| of(segment).is_some_and(|to| self.peers[gpu][to]));
+        (has_all && reaches_all()).then_some(gpu)
+    }
+
     /// The GPU that would fill places: the initiator's, or one that has some of them. `None` if no one reaches all that are slices.
     pub(crate) fn filler(&self, initiator: EndpointId, dst: &[Segment]) -> Option<usize> {
         let of = |endpoint| self.own(endpoint).map(|own| own.gpu);
@@ -179,7 +190,8 @@ impl Reach {
         let at = dst.first().map_or(Location::Ram(iommu_addr::Gpa(0)), |segment| segment.at);
         let missing = |at, len| Unready::Error(MemoryError { at, len }.into());
         let places = dst.iter().chain(src).map(|segment| segment.at);
-        let gpu = self.gpu_for(initiator, places).ok_or_else(|| missing(at, 0))?;
+        let writer = self.writer(dst, src).or_else(|| self.gpu_for(initiator, places));
+        let gpu = writer.ok_or_else(|| missing(at, 0))?;
         let mut ready = Ready { gpu, ..Ready::default() };
         for pair in Pairs::new(dst, src) {
             let mut done = 0;
@@ -191,6 +203,7 @@ impl Reach {
                 };
                 let ((to, to_len), (from, from_len)) = (find(pair.dst)?, find(pair.src)?);
                 let way = match (&to, &from) {
+                    (End::Own { gpu: to, .. }, End::Own { gpu: from, .. }) if to != from => Way::Peer,
                     (End::Own { .. }, End::Own { .. }) => Way::Local,
                     (End::Own { .. }, End::Host(_)) => Way::In,
                     (End::Host(_), End::Own { .. }) => Way::Out,

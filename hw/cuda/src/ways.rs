@@ -1,7 +1,7 @@
 //! [`Ways`]: the lanes of a GPU.
 //!
-//! There are lanes of their own each way, from the GPU, to it and within it, and of those for small transfers, which so wait for no large one. Each kind has
-//! two: while a stream says that it has passed a copy, which takes a microsecond or two, the other one copies on.
+//! There are lanes of their own each way, from the GPU, to it, within it and to other GPUs, and of those for small transfers, which so wait for no large one. Each
+//! kind has two: while a stream says that it has passed a copy, which takes a microsecond or two, the other one copies on.
 //!
 //! Not here: what a transfer's addresses are.
 
@@ -19,10 +19,12 @@ use crate::pinned::Pinned;
 use crate::reach::Way;
 
 /// Lanes of a GPU.
-pub(crate) const LANES: usize = 12;
-/// Bytes a second between a GPU and this process's memory, and within a GPU, as an H200 has them: what a first guess of an end is made of.
+pub(crate) const LANES: usize = 16;
+/// Bytes a second between a GPU and this process's memory, within a GPU, and from one to another over NVLink, as an H200 has them: what a first guess of an
+/// end is made of. Where it is too early, as for GPUs that meet over PCIe, it is looked again after a quarter of what was late.
 const LINK: u64 = 54_000_000_000;
 const MEMORY: u64 = 2_000_000_000_000;
+const PEER: u64 = 390_000_000_000;
 /// Bytes of a cache line, in which each lane's word is alone.
 pub(crate) const LINE: usize = 64;
 
@@ -38,7 +40,7 @@ struct Group {
 
 pub(crate) struct Ways {
     gpu: Arc<Gpu>,
-    groups: [Group; 3],
+    groups: [Group; 4],
 }
 
 impl Group {
@@ -65,7 +67,7 @@ impl Ways {
             let pair = |at| Ok([lane(first + at, speed)?, lane(first + at + 1, speed)?]);
             Ok(Group { small: pair(0)?, large: pair(2)?, gathered: Mutex::default(), waiting: AtomicUsize::new(0) })
         };
-        let groups = [group(0, LINK)?, group(4, LINK)?, group(8, MEMORY)?];
+        let groups = [group(0, LINK)?, group(4, LINK)?, group(8, MEMORY)?, group(12, PEER)?];
         Ok(Self { gpu: Arc::clone(gpu), groups })
     }
 
