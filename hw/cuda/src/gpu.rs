@@ -113,6 +113,11 @@ impl Gpu {
         Ok(&self.driver)
     }
 
+    /// The library alone, for what needs no context.
+    pub(crate) fn driver(&self) -> &Driver {
+        &self.driver
+    }
+
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.info.ordinal == other.info.ordinal
     }
@@ -120,15 +125,6 @@ impl Gpu {
     /// Whether other devices may be given its memory.
     pub(crate) fn allows_rdma(&self) -> bool {
         self.rdma
-    }
-
-    /// Whether it reaches the other's memory without a stop.
-    pub(crate) fn reaches(&self, other: &Self) -> bool {
-        let mut can = 0;
-        // SAFETY: the driver writes one number.
-        let answer =
-            unsafe { (self.driver.table.can_access_peer)(&raw mut can, self.info.ordinal, other.info.ordinal) };
-        answer == 0 && can != 0
     }
 
     /// Registers memory of this process, for every GPU of it.

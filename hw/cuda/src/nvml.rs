@@ -1,12 +1,16 @@
-//! [`Nvml`]: what a GPU draws, from NVIDIA's management library, loaded when it is needed: this program runs where there is none.
+//! [`Nvml`]: what a GPU draws and what is between two of them, from NVIDIA's management library, loaded when it is needed: this program runs where there is none.
 //!
 //! Not here: anything that changes a GPU.
+
+mod link;
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::path::Path;
 use std::sync::Arc;
 
 use libloading::Library;
+
+pub use link::{Link, PciePath};
 
 /// Where the library is looked for.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -117,6 +121,11 @@ table! {
     name: "nvmlDeviceGetName" = fn(Device, *mut c_char, c_uint) -> Answer;
     power: "nvmlDeviceGetPowerUsage" = fn(Device, *mut c_uint) -> Answer;
     energy: "nvmlDeviceGetTotalEnergyConsumption" = fn(Device, *mut c_ulonglong) -> Answer;
+    peer_status: "nvmlDeviceGetP2PStatus" = fn(Device, Device, c_int, *mut c_int) -> Answer;
+    ancestor: "nvmlDeviceGetTopologyCommonAncestor" = fn(Device, Device, *mut c_int) -> Answer;
+    pci: "nvmlDeviceGetPciInfo_v3" = fn(Device, *mut link::PciInfo) -> Answer;
+    nvlink_state: "nvmlDeviceGetNvLinkState" = fn(Device, c_uint, *mut c_int) -> Answer;
+    nvlink_remote: "nvmlDeviceGetNvLinkRemotePciInfo_v2" = fn(Device, c_uint, *mut link::PciInfo) -> Answer;
 }
 
 /// The library, initialised.

@@ -7,7 +7,7 @@ use std::error::Error;
 use std::path::Path;
 
 use common::Fake;
-use hw_cuda::{Nvml, NvmlError};
+use hw_cuda::{Link, Nvml, NvmlError, PciePath};
 
 #[test]
 fn a_gpu_is_measured_whatever_it_is_called_by() {
@@ -73,4 +73,41 @@ fn another_library_is_no_nvml() {
     let Some(other) = Fake::cuda() else { return };
     let error = Nvml::load_from(other.path()).unwrap_err();
     assert_eq!(error.to_string(), "NVML has no nvmlInit_v2; install a driver of version 470 or newer");
+}
+
+#[test]
+fn what_is_between_two_gpus_is_said() {
+    let Some(fake) = Fake::nvml() else { return };
+    let nvml = Nvml::load_from(fake.path()).unwrap();
+    let [one, other] = ["0000:1a:00.0", "0000:1b:00.0"].map(|which| nvml.meter(which).unwrap());
+    let link = |numbers: &[(&str, i64)]| {
+        numbers.iter().for_each(|(name, value)| fake.set(name, *value));
+        let link = one.link(&other).unwrap();
+        (link, link.to_string())
+    };
+    // Through switches all links lead everywhere.
+    assert_eq!(link(&[]), (Link::NvLink { links: 18 }, "NVLink (18 links)".into()));
+    assert_eq!(link(&[("nvlinks", 12)]).0, Link::NvLink { links: 12 });
+    assert_eq!(link(&[("straight", 4)]).0, Link::NvLink { links: 4 });
+    assert_eq!(link(&[("straight", 1)]).1, "NVLink (1 link)");
+    let host_bridge = (Link::Pcie(PciePath::HostBridge), "PCIe through a host bridge (PHB)".into());
+    assert_eq!(link(&[("nvlinks", 0)]), host_bridge);
+    for (level, path) in [
+        (0, PciePath::Board),
+        (10, PciePath::Switch),
+        (20, PciePath::Switches),
+        (40, PciePath::Node),
+        (50, PciePath::System),
+    ] {
+        assert_eq!(link(&[("ancestor", level)]).0, Link::Pcie(path));
+    }
+    for level in [-1, 5, 60] {
+        fake.set("ancestor", level);
+        let error = one.link(&other).unwrap_err();
+        assert_eq!(error.to_string(), "This GPU does not say where its way to another one leads", "{level}");
+    }
+    fake.set("ancestor", 30);
+    assert!(one.link(&one).is_err(), "it has no way to itself");
+    fake.set("lost", 1);
+    assert!(matches!(one.link(&other), Err(NvmlError::Call { code: 15, .. })));
 }

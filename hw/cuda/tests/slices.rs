@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use common::{Fake, World, copy, endpoint, own, ram, regions, transfer};
-use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
+use hw_cuda::{CudaEngine, Driver, Gpu, Peer, Settings, Slice};
 use hw_engine::{DmaEngine, Fleet, Member, Memory, Owner, Route, Work};
 use hw_host::{HostEngine, HostMemory};
 use iommu_addr::Segment;
@@ -182,6 +182,43 @@ fn gpus_copy_straight_if_they_reach_each_other_and_through_the_host_if_not() {
         drop((memory, fleet));
         world.end();
     }
+}
+
+#[test]
+fn who_has_the_bytes_writes_them_whoever_wants_them() {
+    let Some(fake) = Fake::cuda() else { return };
+    fake.set("gpus", 2);
+    let world = World::new(fake, 4 * MIB, &[], Settings::default());
+    for (job, (from, initiator)) in [(0, 0), (0, 1), (1, 0), (1, 1)].into_iter().enumerate() {
+        let bytes = [u8::try_from(job + 1).unwrap(); 3000];
+        world.engine.write_own(endpoint(from), 0, &bytes).unwrap();
+        // The other GPU does nothing.
+        world.fake.set("stall", 1 << (1 - from));
+        let work = copy(own(1 - from, MIB), own(from, 0), 3000);
+        world.engine.submit(&transfer(job as u64, initiator, work)).unwrap();
+        assert_eq!(world.ends(1)[0].result, Ok(()));
+        world.fake.set("stall", 0);
+        let mut have = [0; 3000];
+        world.engine.read_own(endpoint(1 - from), MIB, &mut have).unwrap();
+        assert_eq!(have, bytes, "from {from}, for {initiator}");
+    }
+    world.end();
+}
+
+#[test]
+fn how_gpus_reach_each_other_is_said() {
+    let Some(fake) = Fake::cuda() else { return };
+    fake.set("gpus", 2);
+    let gpus = fake.gpus();
+    let peer = |numbers: &[(&str, i64)]| {
+        numbers.iter().for_each(|(name, value)| fake.set(name, *value));
+        gpus[0].peer(&gpus[1])
+    };
+    assert_eq!(peer(&[]), Peer { access: true, atomics: true, rank: 0 });
+    assert_eq!(peer(&[("peer_rank", 3), ("peer_atomics", 0)]), Peer { access: true, atomics: false, rank: 3 });
+    let none = Peer { access: false, atomics: false, rank: 0 };
+    assert_eq!(gpus[0].peer(&gpus[0]), none, "it is none of its own");
+    assert_eq!(peer(&[("peers", 0)]), none);
 }
 
 #[test]

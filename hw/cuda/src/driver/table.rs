@@ -109,6 +109,7 @@ table! {
     device_attribute: "cuDeviceGetAttribute" = fn(*mut c_int, c_int, c_int);
     device_memory: "cuDeviceTotalMem_v2" = fn(*mut usize, c_int);
     can_access_peer: "cuDeviceCanAccessPeer" = fn(*mut c_int, c_int, c_int);
+    peer_attribute: "cuDeviceGetP2PAttribute" = fn(*mut c_int, c_int, c_int, c_int);
     context_retain: "cuDevicePrimaryCtxRetain" = fn(*mut Opaque, c_int);
     context_release: "cuDevicePrimaryCtxRelease_v2" = fn(c_int);
     context_set: "cuCtxSetCurrent" = fn(Opaque);

@@ -45,7 +45,9 @@ enum {
 #define NUMBERS(X)                                                             \
 	/* Settings. */                                                        \
 	X(gpus, 1)              /* how many there are */                       \
-	X(peers, 1)             /* GPUs reach each other */                    \
+	X(peers, 1)             /* GPUs reach each other... */                 \
+	X(peer_rank, 0)         /* ...so fast among such... */                 \
+	X(peer_atomics, 1)      /* ...and with atomic operations */            \
 	X(memory, 1l << 30)     /* bytes a GPU has */                          \
 	X(version, 13000)       /* what the driver says it is */               \
 	X(init_error, 0)        /* what cuInit answers: 100 is no device */    \

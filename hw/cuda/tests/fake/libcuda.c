@@ -292,6 +292,19 @@ API CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
 	return OK;
 }
 
+API CUresult cuDeviceGetP2PAttribute(int *value, int attribute, CUdevice from, CUdevice to)
+{
+	LOCKED;
+	const long known[] = { fake.peer_rank, fake.peers, fake.peers && fake.peer_atomics, fake.peers };
+
+	TRY(is_there(from));
+	TRY(is_there(to));
+	if (from == to || attribute < 1 || attribute > 4)
+		return INVALID_VALUE;
+	*value = (int)known[attribute - 1];
+	return OK;
+}
+
 /* Contexts. */
 
 API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice device, unsigned int flags)

@@ -32,24 +32,43 @@ static const struct gpu gpus[] = {
 	{ "GPU-00112233-4455-6677-8899-aabbccddee01", "00000000:1B:00.0", "Fake GPU 1", 0, 0 },
 };
 
+/* By their names for tests. */
 static struct {
-	long init, users, is_lost;
-} state;
+	long init, users, lost;
+	/* Links that are up, how many of them end at the other GPU (the others at a switch), and where the ways over PCIe meet. */
+	long nvlinks, straight, ancestor;
+} state = { .nvlinks = 18, .ancestor = 30 };
+
+static const struct {
+	const char *name;
+	long *value;
+} names[] = {
+	{ "init", &state.init },       { "users", &state.users },       { "lost", &state.lost },
+	{ "nvlinks", &state.nvlinks }, { "straight", &state.straight }, { "ancestor", &state.ancestor },
+};
+
+static long *number(const char *name)
+{
+	size_t i;
+
+	for (i = 0; i < sizeof(names) / sizeof(*names); i++)
+		if (!strcmp(name, names[i].name))
+			return names[i].value;
+	return NULL;
+}
 
 API int fake_set(const char *name, long value)
 {
-	if (!strcmp(name, "init"))
-		state.init = value;
-	else if (!strcmp(name, "lost"))
-		state.is_lost = value;
-	else
-		return -1;
-	return 0;
+	long *it = number(name);
+
+	return it ? *it = value, 0 : -1;
 }
 
 API long fake_get(const char *name)
 {
-	return strcmp(name, "users") ? -1000 : state.users;
+	long *it = number(name);
+
+	return it ? *it : -1000;
 }
 
 API int nvmlInit_v2(void)
@@ -121,7 +140,7 @@ static int may(const struct gpu *gpu)
 {
 	if (!state.users)
 		return UNINITIALIZED;
-	if (state.is_lost)
+	if (state.lost)
 		return GPU_IS_LOST;
 	return gpu->milliwatts ? SUCCESS : NOT_SUPPORTED;
 }
@@ -141,4 +160,62 @@ API int nvmlDeviceGetTotalEnergyConsumption(const struct gpu *gpu, unsigned long
 {
 	*millijoules = gpu->millijoules;
 	return may(gpu);
+}
+
+/* What is between two. */
+
+struct pci {
+	char legacy[16];
+	unsigned int domain, bus, device, ids[2];
+	char text[32];
+};
+
+static int describe(struct pci *out, const char *address)
+{
+	memset(out, 0, sizeof(*out));
+	snprintf(out->text, sizeof(out->text), "%s", address);
+	snprintf(out->legacy, sizeof(out->legacy), "%s", address + 4);
+	return sscanf(address, "%x:%x:%x", &out->domain, &out->bus, &out->device) == 3 ? SUCCESS : INVALID_ARGUMENT;
+}
+
+static int may_both(const struct gpu *one, const struct gpu *other)
+{
+	if (!state.users)
+		return UNINITIALIZED;
+	if (state.lost)
+		return GPU_IS_LOST;
+	return one == other ? INVALID_ARGUMENT : SUCCESS;
+}
+
+API int nvmlDeviceGetPciInfo_v3(const struct gpu *gpu, struct pci *out)
+{
+	return state.lost ? GPU_IS_LOST : describe(out, gpu->address);
+}
+
+API int nvmlDeviceGetP2PStatus(const struct gpu *one, const struct gpu *other, int what, int *status)
+{
+	/* 2 is NVLink; what is not OK is "not supported". */
+	*status = what == 2 && state.nvlinks ? 0 : 5;
+	return may_both(one, other);
+}
+
+API int nvmlDeviceGetTopologyCommonAncestor(const struct gpu *one, const struct gpu *other, int *level)
+{
+	*level = (int)state.ancestor;
+	return state.ancestor < 0 ? NOT_SUPPORTED : may_both(one, other);
+}
+
+API int nvmlDeviceGetNvLinkState(const struct gpu *gpu, unsigned int link, int *is_active)
+{
+	(void)gpu;
+	/* Some are down, and some it does not have. */
+	*is_active = link < state.nvlinks;
+	return *is_active || link < 16 ? SUCCESS : NOT_SUPPORTED;
+}
+
+API int nvmlDeviceGetNvLinkRemotePciInfo_v2(const struct gpu *gpu, unsigned int link, struct pci *out)
+{
+	const struct gpu *other = &gpus[gpu == &gpus[0]];
+
+	return describe(out, link < state.straight ? other->address : "00000000:05:00.0");
 }
