@@ -35,8 +35,8 @@ pub use lease::{
 pub use ledger::{LinkTable, monotonic_now};
 pub use memory_file::MemoryFile;
 pub use message::{
-    Completion, Endpoint, EndpointKind, Function, FunctionFds, Gpu, IommuMode, Limits, Link, Setup, SetupFds, Staged,
-    ToSupervisor, ToWorker, UnsealedMemory, WrongFds,
+    Completion, Endpoint, EndpointKind, Function, FunctionFds, Gpu, GpuPeer, IommuMode, Limits, Link, Setup, SetupFds,
+    Staged, ToSupervisor, ToWorker, UnsealedMemory, WrongFds,
 };
 pub use share::PLACES;
 pub use tenant_page::{COUNTERS, FAULT_BURST, FAULT_REASONS, GAUGES, LINE_BURST, LINE_KINDS, TenantPage};

@@ -43,6 +43,11 @@ pub enum ToSupervisor {
         /// Of the question.
         turn: u32,
     },
+    /// How the tenant's GPUs reach each other, at most [`GpuPeer::MOST`] pairs in a message. Comes before [`ToSupervisor::Ready`].
+    Peers {
+        /// Some pairs; those that were told of before stay.
+        peers: Vec<GpuPeer>,
+    },
     /// The worker cannot go on and exits; the reason, for the operator.
     Failed {
         /// One line.
@@ -113,6 +118,29 @@ pub struct Gpu {
     pub which: String,
     /// How the ends of its copies are noticed.
     pub completion: Completion,
+}
+
+/// How one GPU of a tenant reaches another one's memory, for the operator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuPeer {
+    /// Who acts, by the order in which the worker's command line names GPUs.
+    pub accessor: u16,
+    /// Whose memory.
+    pub owner: u16,
+    /// Its engines reach there without a stop.
+    pub access: bool,
+    /// Atomic operations of its programs are atomic there.
+    pub atomics: bool,
+    /// How fast the way is among those of the host; 0 is the fastest.
+    pub rank: i32,
+    /// What is between the two, in a few words, if that is known.
+    pub link: Option<String>,
+}
+
+impl GpuPeer {
+    /// Pairs that fit into a message.
+    pub const MOST: usize = 256;
 }
 
 /// How a worker notices that a GPU has ended a copy.

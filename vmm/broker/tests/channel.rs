@@ -9,8 +9,9 @@ use proptest::prelude::*;
 use rustix::io::{FdFlags, fcntl_getfd};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vmm_broker::{
-    Channel, ChannelError, Completion, Endpoint, EndpointKind, FromKeeper, Function, Gpu, IommuMode, KeeperSetup,
-    Limits, Link, MAX_FDS, MAX_PAYLOAD, Setup, SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker, UnsealedMemory,
+    Channel, ChannelError, Completion, Endpoint, EndpointKind, FromKeeper, Function, Gpu, GpuPeer, IommuMode,
+    KeeperSetup, Limits, Link, MAX_FDS, MAX_PAYLOAD, Setup, SetupFds, Staged, ToKeeper, ToSupervisor, ToWorker,
+    UnsealedMemory,
 };
 
 fn setup(endpoints: usize) -> Setup {
@@ -105,6 +106,16 @@ fn gpus_come_by_name_and_have_no_descriptor() {
     let (received, fds) = worker.receive::<ToWorker>().unwrap().unwrap();
     assert_eq!(received, ToWorker::Setup(Box::new(sent.clone())));
     assert_eq!(SetupFds::sort(&sent, fds).unwrap().slices.len(), 1);
+}
+
+#[test]
+fn as_many_peers_as_may_be_fit_into_a_message() {
+    let link = Some("PCIe through several switches (PXB)".into());
+    let peer = GpuPeer { accessor: 31, owner: 30, access: false, atomics: false, rank: i32::MIN, link };
+    let (supervisor, worker) = Channel::pair().unwrap();
+    let message = ToSupervisor::Peers { peers: vec![peer; GpuPeer::MOST] };
+    worker.send(&message, &[]).unwrap();
+    assert_eq!(supervisor.receive::<ToSupervisor>().unwrap().unwrap().0, message);
 }
 
 #[test]

@@ -30,7 +30,8 @@ pub use client::{Client, ClientError};
 pub use connection::{Connection, Interest};
 pub use message::{
     DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, FaultInfo, FaultTotals, FaultsReply,
-    MappingInfo, Party, Reply, Request, StatusReply, TenantInfo, TenantState, TenantStatus, TenantsReply, VERSION,
+    MappingInfo, Party, PeerInfo, Reply, Request, StatusReply, TenantInfo, TenantState, TenantStatus, TenantsReply,
+    VERSION,
 };
 pub use sandbox::{
     Capabilities, ConfiguredFences, Namespace, ProcessSandbox, ResourceLimits, Role, Root, SandboxReply, ThreadSandbox,

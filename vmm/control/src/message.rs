@@ -261,6 +261,24 @@ pub struct EndpointInfo {
     pub latency_ns: u64,
     /// Slices of the tenant that it reaches through host memory only.
     pub staged_to: Vec<String>,
+    /// How its GPU reaches those of the tenant's other slices, as the present worker has found it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub peers: Vec<PeerInfo>,
+}
+
+/// How a slice's GPU reaches another one, of which the tenant has a slice, too.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerInfo {
+    /// Name of the other slice.
+    pub name: String,
+    /// Its engines reach the memory there without a stop.
+    pub access: bool,
+    /// Atomic operations of its programs are atomic there.
+    pub atomics: bool,
+    /// How fast the way is among those of the host; 0 is the fastest.
+    pub rank: i32,
+    /// What is between the two, in a few words; `unknown` where nothing says it.
+    pub link: String,
 }
 
 /// Refused accesses.

@@ -37,6 +37,7 @@ fn large(_: Request) -> Reply {
         bandwidth: 0,
         latency_ns: 0,
         staged_to: Vec::new(),
+        peers: Vec::new(),
     };
     Reply::Endpoints(EndpointsReply { endpoints: vec![endpoint; 2000] })
 }

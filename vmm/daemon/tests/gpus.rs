@@ -65,19 +65,28 @@ __attribute__((constructor(101))) static void start(void)
 
 /// The driver, with these settings of its (`hw/cuda/tests/fake`); `None`, which is said, where nothing can compile it.
 fn driver(settings: &str) -> Option<TempPath> {
-    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hw/cuda/tests/fake");
-    let sources = ["libcuda.c", "memory.c", "streams.c", "transfer.c"].map(|name| fake.join(name));
     let dir = tempfile::tempdir().unwrap();
     // Workers have no environment, where settings would be.
     let set = dir.path().join("settings.c");
     fs::write(&set, format!("#define SETTINGS \"{settings}\"\n{START}")).unwrap();
+    compile(&["libcuda.c", "memory.c", "streams.c", "transfer.c"], Some(&set))
+}
+
+/// The library that knows what is between GPUs: here 18 links.
+fn nvml() -> Option<TempPath> {
+    compile(&["libnvidia-ml.c"], None)
+}
+
+fn compile(sources: &[&str], more: Option<&Path>) -> Option<TempPath> {
+    let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hw/cuda/tests/fake");
+    let sources = sources.iter().map(|name| fake.join(name));
     // Where users without rights may read it, too.
     let library = tempfile::Builder::new().prefix("gpus-").suffix(".so").tempfile_in(env!("CARGO_TARGET_TMPDIR"));
     let library = library.unwrap().into_temp_path();
     fs::remove_file(&library).unwrap();
     let mut compiler = Command::new("cc");
     compiler.args(["-std=gnu11", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-DFAKE_VERSION=13000"]);
-    match compiler.arg("-o").arg(&*library).args(sources).arg(set).output() {
+    match compiler.arg("-o").arg(&*library).args(sources).args(more).output() {
         Ok(output) => assert!(output.status.success(), "{}", stderr(&output)),
         Err(error) => {
             println!("SKIP: there is no C compiler called cc ({error})");
@@ -89,12 +98,16 @@ fn driver(settings: &str) -> Option<TempPath> {
 
 /// A daemon with `config`, whose workers load that driver.
 fn start(config: &str, library: &Path, wait: bool) -> Daemon {
+    start_with(config, library, Path::new("/nowhere/libnvidia-ml.so.1"), wait)
+}
+
+fn start_with(config: &str, library: &Path, nvml: &Path, wait: bool) -> Daemon {
     let dir = tempfile::tempdir().unwrap();
     // So that this test needs no privileges to look into workers.
     write_config(dir.path(), "seccomp = \"log\"\ncore_dumps = true", config);
     let log = fs::File::create(dir.path().join("log")).unwrap();
     let mut command = peergated(dir.path());
-    command.env("PEERGATE_CUDA_LIBRARY", library);
+    command.env("PEERGATE_CUDA_LIBRARY", library).env("PEERGATE_NVML_LIBRARY", nvml);
     if wait { Daemon::run(dir, command, log) } else { Daemon::run_only(dir, command, log) }
 }
 
@@ -129,6 +142,48 @@ fn a_tenants_gpu_is_proved_and_every_thread_of_its_driver_is_confined() {
     let log = daemon.log();
     daemon.end();
     assert!(!log.contains("ERROR"), "{log}");
+}
+
+/// A second GPU, of which the tenant has a slice, too.
+const TWO: &str = r#"
+[[tenant.slice]]
+device = "cuda1"
+memory = "4MiB"
+
+[[device]]
+name = "cuda1"
+kind = "cuda"
+gpu = "0000:1b:00.0"
+memory = "16MiB"
+"#;
+
+#[test]
+fn how_a_tenants_gpus_reach_each_other_is_shown() {
+    let Some(nvml) = nvml() else { return };
+    let config = CONFIG.to_owned() + TWO;
+    for (settings, library, told, pairs) in [
+        ("gpus=2", Some(&*nvml), ["yes     yes         0  NVLink (18 links)"; 2], 6),
+        ("gpus=2 peer_rank=2 peer_atomics=0", None, ["yes     no          2  unknown"; 2], 6),
+        // Then they are staged, and not proved.
+        ("gpus=2 peers=0", None, ["no      no          0  unknown"; 2], 4),
+    ] {
+        let Some(driver) = driver(settings) else { return };
+        let daemon = start_with(&config, &driver, library.unwrap_or(Path::new("/nowhere/libnvidia-ml.so.1")), true);
+        let expected = format!(
+            "\nTENANT  NAME   PEER   ACCESS  ATOMICS  RANK  LINK\nvm0     cuda0  cuda1  {}\nvm0     cuda1  cuda0  {}\n",
+            told[0], told[1]
+        );
+        let shown = daemon.peergate(&["endpoints"]);
+        assert!(stdout(&shown).ends_with(&expected), "{settings}: {}", stdout(&shown));
+        let proved = format!("Proved the endpoints to be peers pairs={pairs}");
+        assert!(daemon.log().contains(&proved), "{settings}: {}", daemon.log());
+        let json = daemon.peergate(&["--json", "endpoints"]);
+        assert_eq!(stdout(&json).matches("\"peers\"").count(), 2, "{}", stdout(&json));
+        // Nothing of it stays loaded.
+        let maps = fs::read_to_string(format!("/proc/{}/maps", daemon.tenant(0).worker_pid.unwrap())).unwrap();
+        assert!(!maps.contains(&nvml.display().to_string()), "{maps}");
+        daemon.end();
+    }
 }
 
 #[test]

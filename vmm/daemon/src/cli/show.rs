@@ -3,7 +3,9 @@
 //! Not here: faults, JSON, which is the answer itself.
 
 use vmm_broker::IommuMode;
-use vmm_control::{DrainState, EndpointsReply, StatusReply, TenantState, TenantStatus, TenantsReply};
+use vmm_control::{
+    DrainState, EndpointInfo, EndpointsReply, PeerInfo, StatusReply, TenantState, TenantStatus, TenantsReply,
+};
 
 use crate::config::quantity::{rate, size, time};
 use crate::supervisor::answers::{SUPPRESSED, SUPPRESSED_LINES};
@@ -215,15 +217,39 @@ pub(crate) fn endpoints(reply: &EndpointsReply) -> String {
             ]
         })
         .collect();
-    table(
+    let mut text = table(
         &["TENANT", ">ID", "NAME", "KIND", "DEVICE", ">MEMORY", ">ENGINES", ">BANDWIDTH", ">LATENCY", "STAGED TO"],
         &rows,
-    )
+    );
+    let peers = peers(reply);
+    if !peers.is_empty() {
+        text += "\n";
+        text += &table(&["TENANT", "NAME", "PEER", "ACCESS", "ATOMICS", ">RANK", "LINK"], &peers);
+    }
+    text
+}
+
+/// How slices of GPUs reach those of others.
+fn peers(reply: &EndpointsReply) -> Vec<Vec<String>> {
+    let yes_or_no = |is_so| if is_so { "yes" } else { "no" }.to_owned();
+    let peers = reply.endpoints.iter().flat_map(|endpoint| endpoint.peers.iter().map(move |peer| (endpoint, peer)));
+    let row = |(endpoint, peer): (&EndpointInfo, &PeerInfo)| {
+        vec![
+            endpoint.tenant.clone(),
+            endpoint.name.clone(),
+            peer.name.clone(),
+            yes_or_no(peer.access),
+            yes_or_no(peer.atomics),
+            peer.rank.to_string(),
+            peer.link.clone(),
+        ]
+    };
+    peers.map(row).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use vmm_control::{DaemonStatus, EndpointInfo};
+    use vmm_control::DaemonStatus;
 
     use super::*;
 
@@ -312,7 +338,7 @@ demo: iommu lazy; 1 failures of the keeper; 744 faults without a record, too man
 
     #[test]
     fn endpoints_show_their_link() {
-        let endpoint = EndpointInfo {
+        let mut endpoint = EndpointInfo {
             tenant: "demo".into(),
             endpoint: 1,
             name: "fpga0".into(),
@@ -323,11 +349,27 @@ demo: iommu lazy; 1 failures of the keeper; 744 faults without a record, too man
             bandwidth: 0,
             latency_ns: 1500,
             staged_to: vec!["gpu0".into()],
+            peers: Vec::new(),
         };
         let expected = "\
 TENANT  ID  NAME   KIND  DEVICE  MEMORY  ENGINES  BANDWIDTH  LATENCY  STAGED TO
 demo     1  fpga0  fpga  f       64 MiB        1  unlimited  1500 ns  gpu0
 ";
-        assert_eq!(endpoints(&EndpointsReply { endpoints: vec![endpoint] }), expected);
+        assert_eq!(endpoints(&EndpointsReply { endpoints: vec![endpoint.clone()] }), expected);
+
+        let peer = |name: &str, access, link: &str| PeerInfo {
+            name: name.into(),
+            access,
+            atomics: access,
+            rank: 0,
+            link: link.into(),
+        };
+        endpoint.peers = vec![peer("a", true, "NVLink (18 links)"), peer("b", false, "unknown")];
+        let peers = "
+TENANT  NAME   PEER  ACCESS  ATOMICS  RANK  LINK
+demo    fpga0  a     yes     yes         0  NVLink (18 links)
+demo    fpga0  b     no      no          0  unknown
+";
+        assert_eq!(endpoints(&EndpointsReply { endpoints: vec![endpoint] }), expected.to_owned() + peers);
     }
 }

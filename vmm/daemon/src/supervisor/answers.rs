@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use vdev_device::{Counter, Gauge};
 use vmm_broker::UnsealedMemory;
 use vmm_control::{
-    DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, Reply, Request, StatusReply, TenantInfo,
-    TenantStatus, TenantsReply,
+    DaemonStatus, EndpointInfo, EndpointsReply, ErrorCode, ErrorReply, PeerInfo, Reply, Request, StatusReply,
+    TenantInfo, TenantStatus, TenantsReply,
 };
 
 use super::Supervisor;
@@ -16,7 +16,7 @@ use super::child::Child;
 use super::faults::{self, Source};
 use super::inspect;
 use super::tenant::Tenant;
-use crate::config::{Config, TenantConfig};
+use crate::config::{Config, SliceConfig, TenantConfig};
 
 /// Counter of faults that were not recorded, besides those of the device.
 pub(crate) const SUPPRESSED: &str = "faults_suppressed";
@@ -42,7 +42,7 @@ pub(crate) fn answer(supervisor: &Supervisor, request: Request) -> Reply {
         Request::Sandbox => Reply::Sandbox(inspect::inspect(supervisor)),
         Request::Tenants => Reply::Tenants(TenantsReply { tenants: config.tenants.iter().map(tenant_info).collect() }),
         Request::Endpoints => {
-            let endpoints = config.tenants.iter().flat_map(|tenant| endpoints(config, tenant)).collect();
+            let endpoints = tenants.iter().flat_map(|tenant| endpoints(config, tenant)).collect();
             Reply::Endpoints(EndpointsReply { endpoints })
         }
         Request::Faults { tenant, last, since } => faults(tenants, tenant.as_deref(), last, since.as_ref()),
@@ -104,8 +104,15 @@ fn tenant_info(tenant: &TenantConfig) -> TenantInfo {
     }
 }
 
-fn endpoints(config: &Config, tenant: &TenantConfig) -> Vec<EndpointInfo> {
-    let info = |(id, slice): (u32, &crate::config::SliceConfig)| {
+fn endpoints(config: &Config, Tenant { config: tenant, peers, .. }: &Tenant) -> Vec<EndpointInfo> {
+    let gpu = |slice: &SliceConfig| Some(config.devices.get(slice.device)?.gpu.as_ref()?.which.as_str());
+    let reaches = |slice: &SliceConfig, other: &SliceConfig| {
+        let peer = peers.get(gpu(slice)?, gpu(other)?)?;
+        let link = peer.link.clone().unwrap_or_else(|| "unknown".to_owned());
+        let (name, rank) = (other.name.clone(), peer.rank);
+        Some(PeerInfo { name, access: peer.access, atomics: peer.atomics, rank, link })
+    };
+    let info = |(id, slice): (u32, &SliceConfig)| {
         let device = config.devices.get(slice.device)?;
         let staged = tenant.staged.iter().filter(|pair| u32::from(pair.accessor) == id);
         let name = |index: u16| tenant.slices.get(usize::from(index)).map(|slice| slice.name.clone());
@@ -120,6 +127,7 @@ fn endpoints(config: &Config, tenant: &TenantConfig) -> Vec<EndpointInfo> {
             bandwidth: device.link.bandwidth,
             latency_ns: device.link.latency_ns,
             staged_to: staged.filter_map(|pair| name(pair.owner)).collect(),
+            peers: tenant.slices.iter().filter_map(|other| reaches(slice, other)).collect(),
         })
     };
     (0..).zip(&tenant.slices).filter_map(info).collect()

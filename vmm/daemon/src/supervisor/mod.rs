@@ -18,6 +18,7 @@ mod faults;
 mod groups;
 mod inspect;
 mod leftovers;
+mod peers;
 mod process;
 mod runtime_dir;
 mod tenant;

@@ -21,12 +21,13 @@ pub(crate) struct Starter {
     launcher: Launcher,
     /// What every role is told.
     words: Vec<String>,
-    /// Another libcuda for workers that have GPUs: tests have one.
-    cuda_library: Option<String>,
+    /// Other libraries for workers that have GPUs, as words for them: tests have some.
+    libraries: Vec<(&'static str, String)>,
 }
 
-/// Names that other libcuda, to the supervisor only: roles have no environment.
-const CUDA_LIBRARY: &str = "PEERGATE_CUDA_LIBRARY";
+/// What names such libraries, to the supervisor only, as roles have no environment; and the word for it.
+const LIBRARIES: [(&str, &str); 2] =
+    [("PEERGATE_CUDA_LIBRARY", "--cuda-library"), ("PEERGATE_NVML_LIBRARY", "--nvml-library")];
 
 impl Starter {
     /// Finds out what this host lets a process be fenced in by. To be called before the supervisor confines itself.
@@ -46,14 +47,15 @@ impl Starter {
         .flat_map(|(key, value)| [key.to_owned(), value.to_owned()])
         .collect();
         words.extend(daemon.core_dumps.then(|| "--core-dumps".to_owned()));
-        Ok(Self { launcher, words, cuda_library: std::env::var(CUDA_LIBRARY).ok() })
+        let library = |(variable, word)| Some((word, std::env::var(variable).ok()?));
+        Ok(Self { launcher, words, libraries: LIBRARIES.into_iter().filter_map(library).collect() })
     }
 
     /// What a worker that has these GPUs is told of them.
     pub(crate) fn gpu_words<'a>(&'a self, gpus: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
         let mut words: Vec<_> = gpus.flat_map(|gpu| ["--gpu", gpu]).collect();
-        if let Some(library) = self.cuda_library.as_deref().filter(|_| !words.is_empty()) {
-            words.extend(["--cuda-library", library]);
+        if !words.is_empty() {
+            words.extend(self.libraries.iter().flat_map(|(word, library)| [*word, library]));
         }
         words
     }

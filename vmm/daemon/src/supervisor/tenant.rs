@@ -21,6 +21,7 @@ use vmm_control::{SocketFile, TenantState};
 
 use super::backoff::Backoff;
 use super::child::{Child, Heard, why};
+use super::peers::Peers;
 use super::process::Starter;
 use crate::config::TenantConfig;
 
@@ -59,6 +60,8 @@ pub(crate) struct Tenant {
     pub(crate) failures: u64,
     /// Why the last worker that failed did, as it said itself.
     pub(crate) last_failure: Option<String>,
+    /// How the worker's GPUs reach each other, as it says.
+    pub(crate) peers: Peers,
     pub(crate) keeper_failures: u64,
     pub(crate) stage: Stage,
     /// Since when a connected VMM has had no worker.
@@ -106,6 +109,7 @@ impl Tenant {
             session: 0,
             failures: 0,
             last_failure: None,
+            peers: Peers::default(),
             keeper_failures: 0,
             stage: Stage::Pause { until: now },
             lost_at: None,
@@ -201,6 +205,7 @@ impl Tenant {
                     *ready = true;
                 }
                 Heard::Message(ToSupervisor::Drained { turn }, _) => self.quiet |= turn == self.drain_turn,
+                Heard::Message(ToSupervisor::Peers { peers }, _) => self.peers.hear(peers),
                 Heard::Message(ToSupervisor::Failed { reason }, _) => worker.failed(&reason),
             }
         }
@@ -269,6 +274,7 @@ impl Tenant {
             self.failures += 1;
             self.last_failure.clone_from(&worker.reason);
         }
+        self.peers = Peers::default();
         self.page.clear_worker();
         if self.connected {
             self.lost_at = self.lost_at.or(Some(Instant::now()));

@@ -1,4 +1,4 @@
-//! A tenant's GPUs: opened before the process gives up its files, then their slices and the engine over them.
+//! A tenant's GPUs: opened before the process gives up its files, then what they are to each other, their slices and the engine over them.
 //!
 //! Whoever opens a GPU runs its driver, which starts threads of its own. They are started by a thread that has given up all privileges, and get the
 //! process's filter of system calls with all others.
@@ -6,17 +6,17 @@
 //! Not here: what an engine does, which pairs are proved.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 
 use anyhow::{Context, bail};
 use clap::Args;
-use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
+use hw_cuda::{CudaEngine, Driver, Gpu, Nvml, Peer, Settings, Slice};
 use hw_engine::{Member, Owner, RamMap, RamRegion, ThreadHook};
 use hw_host::HostMemory;
 use iommu_addr::{EndpointId, Gpa, Range};
-use vmm_broker::{Completion, Setup};
+use vmm_broker::{Completion, GpuPeer, Setup};
 use vmm_sandbox::Fence;
 
 /// What a worker is told of GPUs.
@@ -28,11 +28,19 @@ pub(crate) struct GpuArgs {
     /// The driver's library, if another than the machine's
     #[arg(long)]
     cuda_library: Option<PathBuf>,
+    /// The library that knows what is between GPUs, if another than the machine's
+    #[arg(long)]
+    nvml_library: Option<PathBuf>,
 }
 
-/// GPUs that are open, by the names that the supervisor has for them.
+/// GPUs that are open.
 #[derive(Default)]
-pub(crate) struct Gpus(Vec<(String, Arc<Gpu>)>);
+pub(crate) struct Gpus {
+    /// By the names that the supervisor has for them.
+    open: Vec<(String, Arc<Gpu>)>,
+    /// How each reaches each other one.
+    pub(crate) peers: Vec<GpuPeer>,
+}
 
 impl Gpus {
     /// Opens them.
@@ -45,7 +53,9 @@ impl Gpus {
             vmm_sandbox::drop_privileges(namespaces)?;
             let driver = args.cuda_library.as_deref().map_or_else(Driver::load, Driver::load_from)?;
             let gpus = args.wanted.iter().map(|which| Ok((which.clone(), Gpu::open(&driver, which)?)));
-            gpus.collect::<anyhow::Result<_>>().map(Self)
+            let open = gpus.collect::<anyhow::Result<Vec<_>>>()?;
+            let peers = peers(&open, args.nvml_library.as_deref());
+            anyhow::Ok(Self { open, peers })
         };
         let opened = thread::scope(|scope| {
             let thread = thread::Builder::new().name("gpus".into()).spawn_scoped(scope, open);
@@ -68,7 +78,7 @@ impl Gpus {
         for (endpoint, id) in setup.endpoints.iter().zip(0..) {
             let Some(of) = &endpoint.gpu else { continue };
             let failed = || format!("Slice {:?} has no memory", endpoint.name);
-            let gpu = self.0.iter().find(|(name, _)| *name == of.which).map(|(_, gpu)| gpu);
+            let gpu = self.open.iter().find(|(name, _)| *name == of.which).map(|(_, gpu)| gpu);
             let gpu = gpu.with_context(|| format!("GPU {} was not opened", of.which)).with_context(failed)?;
             slices.push((EndpointId::local(id), Slice::new(gpu, endpoint.memory_len).with_context(failed)?));
             settings.spin |= of.completion == Completion::Spin;
@@ -79,6 +89,27 @@ impl Gpus {
         let engine = CudaEngine::new(slices, memory.clone(), settings, Some(Arc::clone(hook)));
         Ok(Some(Arc::new(engine.context("The GPUs have no engine")?)))
     }
+}
+
+/// Every pair of GPUs, both ways. What is between the two is in files, and so is looked up now; nothing depends on it.
+fn peers(open: &[(String, Arc<Gpu>)], library: Option<&Path>) -> Vec<GpuPeer> {
+    if open.len() < 2 {
+        return Vec::new();
+    }
+    let nvml = library.map_or_else(Nvml::load, Nvml::load_from).ok();
+    let meters: Vec<_> =
+        open.iter().map(|(_, gpu)| nvml.as_ref().and_then(|nvml| nvml.meter(&gpu.info().uuid).ok())).collect();
+    let gpus = || (0..).zip(open.iter().map(|(_, gpu)| gpu).zip(&meters));
+    let mut peers = Vec::new();
+    for (accessor, (one, from)) in gpus() {
+        for (owner, (other, to)) in gpus().filter(|(owner, _)| *owner != accessor) {
+            let Peer { access, atomics, rank } = one.peer(other);
+            let link = from.as_ref().zip(to.as_ref()).and_then(|(from, to)| from.link(to).ok());
+            let link = link.map(|link| link.to_string());
+            peers.push(GpuPeer { accessor, owner, access, atomics, rank, link });
+        }
+    }
+    peers
 }
 
 /// Each endpoint that is a slice of a GPU, with their engine.

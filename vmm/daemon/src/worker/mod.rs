@@ -24,7 +24,7 @@ use clap::Args;
 use hw_engine::RamMap;
 use rustix::event::{PollFd, PollFlags, poll};
 use vdev_device::Device;
-use vmm_broker::{Channel, JournalPage, Setup, SetupFds, TenantPage, ToSupervisor, ToWorker, UnsealedMemory};
+use vmm_broker::{Channel, GpuPeer, JournalPage, Setup, SetupFds, TenantPage, ToSupervisor, ToWorker, UnsealedMemory};
 use vmm_sandbox::{Class, Sandbox};
 use vmm_vhost_user::{Options, ThreadClass, UnsealedPolicy, serve};
 
@@ -113,6 +113,9 @@ fn work(
     let mut drain = Drain::default();
     if setup.drained {
         drain.begin(&device, 0);
+    }
+    for peers in gpus.peers.chunks(GpuPeer::MOST) {
+        channel.send(&ToSupervisor::Peers { peers: peers.to_vec() }, &[])?;
     }
     channel.send(&ToSupervisor::Ready {}, &[])?;
     loop {

@@ -15,6 +15,7 @@ use super::{Stage, Tenant};
 use crate::config::{Config, DeviceConfig, SliceConfig, TenantConfig};
 use crate::supervisor::child::Child;
 use crate::supervisor::leftovers::remove_socket;
+use crate::supervisor::peers::Peers;
 use crate::supervisor::process::Starter;
 
 /// How long a worker may take from its start until it knows what the one before it knew.
@@ -115,8 +116,9 @@ impl Tenant {
             self.journal.clear();
         }
         let (listener, stream) = private_connection(config, self.id)?;
-        let gpus = starter.gpu_words(gpus(&self.config, config).into_iter());
-        let words = [vec!["--tenant", &self.config.name], gpus].concat();
+        let gpus = gpus(&self.config, config);
+        self.peers = Peers::of(gpus.iter().copied());
+        let words = [vec!["--tenant", &self.config.name], starter.gpu_words(gpus.into_iter())].concat();
         let mut worker = Child::start("worker", &words, starter)?;
         let mut fds = vec![listener.as_fd(), self.page.page(), links.page(), self.journal.page()];
         fds.extend(slices.iter().map(AsFd::as_fd));

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
-use vmm_broker::{Channel, LinkTable, ToWorker};
+use vmm_broker::{Channel, GpuPeer, LinkTable, ToWorker};
 use vmm_sandbox::Fence;
 
 use super::start::{TAKE_OVER, TAKE_OVER_HARDWARE};
@@ -124,6 +124,20 @@ fn a_tenant_is_connected_once_its_worker_knows_what_the_last_one_knew() {
     tenant.hear_keeper();
     assert_eq!(tenant.state(), TenantState::Connected);
     assert!(tenant.last_outage.is_some());
+}
+
+#[test]
+fn what_a_worker_says_of_its_gpus_goes_with_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (mut tenant, _keeper, worker) = running(dir.path());
+    tenant.peers = Peers::of(["a", "b"].into_iter());
+    let peer = GpuPeer { accessor: 0, owner: 1, access: true, atomics: false, rank: 1, link: None };
+    worker.send(&ToSupervisor::Peers { peers: vec![peer.clone()] }, &[]).unwrap();
+    tenant.hear_worker();
+    assert_eq!(tenant.peers.get("a", "b"), Some(&peer));
+    tenant.kill();
+    assert_eq!(ended_by(&mut tenant), KILLED);
+    assert_eq!(tenant.peers.get("a", "b"), None);
 }
 
 #[test]
