@@ -111,6 +111,39 @@ fn whoever_begins_more_while_he_collects_looks_again_at_once() {
 }
 
 #[test]
+fn what_an_engine_was_given_is_rung_for_before_the_turn_ends() {
+    let mut bed = bed();
+    bed.engine.set(Mode::Hold);
+    let given = |bed: &Bed| {
+        let state = bed.engine.state.lock().unwrap();
+        assert_eq!(state.rung, state.seen.len());
+        state.seen.len()
+    };
+    bed.submit(1, &[large(0), large(1)]);
+    turn(&bed, 2);
+    let first = given(&bed);
+    // Also what begins where ends are collected.
+    bed.engine.release(0);
+    bed.device.poll();
+    assert_eq!((first, given(&bed)), (2, 3));
+}
+
+#[test]
+fn a_queue_that_does_not_linger_has_the_timekeeper_look_at_once() {
+    let mut bed = bed();
+    let wakes = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&wakes);
+    bed.device.on_progress(Arc::new(move || _ = count.fetch_add(1, Ordering::Relaxed)));
+    bed.engine.set(Mode::Hold);
+    // The second deadline is later than the first, and wakes nobody.
+    for stream in 0..2 {
+        bed.submit(1, &[large(stream)]);
+        turn(&bed, 2);
+        assert_eq!(wakes.swap(0, Ordering::Relaxed), 1, "{stream}");
+    }
+}
+
+#[test]
 fn a_queue_that_lingers_collects_ends_itself_and_has_the_timekeeper_look_when_it_rests() {
     let spec = DeviceSpec { linger: Duration::from_millis(100), ..spec() };
     let mut bed = Bed::build(spec, |memory| Arc::new(HostEngine::new(memory)), PIECE).prepared();

@@ -333,6 +333,19 @@ fn long_work_is_cut_into_pieces_that_are_all_of_it() {
 }
 
 #[test]
+fn work_is_cut_no_shorter_than_whoever_carries_it_takes() {
+    let mut bed = Bed::build(spec(), |memory| std::sync::Arc::new(hw_host::HostEngine::new(memory)), 2 * PAGE);
+    bed = bed.prepared();
+    *bed.engine.longest.lock().unwrap() = Some(16 * PAGE + 5);
+    for (pages, pieces) in [(16, 1), (40, 3)] {
+        let before = bed.engine.state.lock().unwrap().seen.len();
+        let record = bed.run_one(1, fill(D, pages * PAGE, 0));
+        assert_eq!((status(&record), record.bytes.get()), (Status::Ok, pages * PAGE));
+        assert_eq!(bed.engine.state.lock().unwrap().seen.len() - before, pieces);
+    }
+}
+
+#[test]
 fn engine_error_says_how_much_was_moved() {
     let mut bed = bed();
     bed.engine.set(Mode::Fail(5));

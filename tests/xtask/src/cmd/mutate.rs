@@ -1,8 +1,8 @@
 //! `cargo xtask mutate`: break the protection on purpose, and see the demo fail.
 //!
 //! Each [`Mutation`] replaces one piece of source in a copy of the tree; the scenario then runs without a VM and must have a row that is not as
-//! expected, or the kill test must fail, or one that breaks simulated devices or models of PCI functions. A mutation that goes unnoticed is a hole in them. A piece of source that is not found means that the code
-//! has moved on, and so must the list.
+//! expected, or the kill test must fail, or one that breaks simulated devices, models of PCI functions or a driver without a GPU. A mutation that
+//! goes unnoticed is a hole in them. A piece of source that is not found means that the code has moved on, and so must the list.
 //!
 //! Not here: the list.
 
@@ -16,16 +16,18 @@ use tempfile::TempDir;
 use xtask::demo::programs::{Programs, target_dir};
 use xtask::demo::{self, Acts, Setting, WITHOUT_VM};
 
-use super::mutations::{FUNCTIONS, LOSSES, MUTATIONS, Mutation, PROOFS};
+use super::mutations::{CUDA, FUNCTIONS, LOSSES, MUTATIONS, Mutation, PROOFS};
 use super::{Steps, cargo, checkout};
 
 /// Builds soonest, again and again.
 const PROFILE: &str = "dev";
+/// Stays as it is: it is the guest's side.
+const FRONT_END: &str = "e2e";
 /// The test that kills workers at random, and how often it does.
 const KILL_TEST: &str = "a_worker_may_die_at_any_moment";
 const KILLS: &str = "12";
 
-/// Break the protection in some sixty ways, one at a time, and demand that `demo --no-vm`, the kill test or the tests of proofs or of PCI functions notice each
+/// Break the protection in some eighty ways, one at a time, and demand that `demo --no-vm`, the kill test or the tests of proofs, of PCI functions or of GPUs notice each
 #[derive(Debug, Args)]
 pub(crate) struct MutateArgs {
     /// Try only mutations with this in their name
@@ -38,7 +40,7 @@ pub(crate) struct MutateArgs {
 
 pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     if args.list {
-        for mutation in [MUTATIONS, LOSSES, PROOFS, FUNCTIONS].into_iter().flatten() {
+        for mutation in [MUTATIONS, LOSSES, PROOFS, FUNCTIONS, CUDA].into_iter().flatten() {
             println!("{:<60} {}", mutation.name, mutation.file);
         }
         return Ok(());
@@ -46,18 +48,25 @@ pub(crate) fn run(args: &MutateArgs) -> Result<()> {
     let tree = TempDir::with_prefix("peergate-mutate-").context("Cannot create a temporary folder")?;
     copy_tree(tree.path())?;
     let target = target_dir().join("mutate");
-    eprintln!("building the tree as it is");
-    let programs = Programs::build_at(tree.path(), &target, PROFILE, WITHOUT_VM)?;
     let mut steps = Steps::only(args.only.clone());
-    let lists =
-        [(MUTATIONS, scenario as Judge), (LOSSES, kill_test), (PROOFS, proof_tests), (FUNCTIONS, function_tests)];
-    for (mutations, judge) in lists {
-        if mutations.iter().any(|mutation| mutation.name.contains(&args.only)) {
-            let sound = judge(&programs, tree.path(), &target);
-            ensure!(sound.is_none(), "Something is wrong without any mutation: {}", sound.unwrap_or_default());
+    let lists: [(&[Mutation], Judge, &[&str]); 5] = [
+        (MUTATIONS, scenario, WITHOUT_VM),
+        (LOSSES, kill_test, WITHOUT_VM),
+        (PROOFS, proof_tests, &["vmm_daemon"]),
+        (FUNCTIONS, function_tests, &["vmm_daemon"]),
+        (CUDA, gpu_tests, &["hw_cuda", "vdev_device"]),
+    ];
+    for (mutations, judge, packages) in lists {
+        if !mutations.iter().any(|mutation| mutation.name.contains(&args.only)) {
+            continue;
         }
+        eprintln!("building {} as they are", packages.join(", "));
+        let programs = Programs::build_at(tree.path(), &target, PROFILE, packages)?;
+        let sound = judge(&programs, tree.path(), &target);
+        ensure!(sound.is_none(), "Something is wrong without any mutation: {}", sound.unwrap_or_default());
+        let broken: Vec<_> = packages.iter().copied().filter(|package| *package != FRONT_END).collect();
         for mutation in mutations {
-            steps.run(mutation.name, || mutation.apply(tree.path(), &target, judge));
+            steps.run(mutation.name, || mutation.apply(tree.path(), &target, &broken, judge));
         }
     }
     steps.finish()
@@ -65,12 +74,12 @@ pub(crate) fn run(args: &MutateArgs) -> Result<()> {
 
 impl Mutation {
     /// Judges the mutated tree, and puts the tree back as it was.
-    fn apply(&self, tree: &Path, target: &Path, judge: Judge) -> Result<()> {
+    fn apply(&self, tree: &Path, target: &Path, packages: &[&str], judge: Judge) -> Result<()> {
         let file = tree.join(self.file);
         let original = fs::read_to_string(&file).with_context(|| format!("Cannot read {}", self.file))?;
         fs::write(&file, self.applied(&original)?).context("Cannot write the mutation")?;
         let verdict =
-            Programs::build_at(tree, target, PROFILE, &["vmm_daemon"]).map(|programs| judge(&programs, tree, target));
+            Programs::build_at(tree, target, PROFILE, packages).map(|programs| judge(&programs, tree, target));
         fs::write(&file, original).context("Cannot take the mutation back")?;
         match verdict? {
             Some(noticed) => {
@@ -133,6 +142,16 @@ fn function_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<St
         &["vmm_daemon", "--test", "config"],
         &["hw_vfio", "--lib"],
         &["hw_vfio", "--test", "model"],
+    ];
+    first_failure(&tests, tree, target)
+}
+
+/// The tests of what drives GPUs, none of which has one, and of the device with engines that gather what they get.
+fn gpu_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<String> {
+    let tests: [&[&str]; 3] = [
+        &["hw_engine", "--lib"],
+        &["vdev_device", "--test", "turns", "--test", "work"],
+        &["hw_cuda", "--test", "transfers", "--test", "slices", "--test", "registration", "--test", "failure"],
     ];
     first_failure(&tests, tree, target)
 }

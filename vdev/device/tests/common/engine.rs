@@ -32,6 +32,8 @@ pub struct State {
     pub forgotten: Vec<DomainId>,
     /// Every transfer ever taken.
     pub seen: Vec<Transfer>,
+    /// How many of them there were when the doorbell rang last.
+    pub rung: usize,
     wake: Option<Arc<Wake>>,
 }
 
@@ -43,6 +45,8 @@ pub struct ScriptEngine {
     pub state: Mutex<State>,
     max_transfer: u64,
     max_mappings: u32,
+    /// Longest transfer, whichever it is, if that is more than `max_transfer`.
+    pub longest: Mutex<Option<u64>>,
     /// Whoever cannot copy in one hop.
     pub two_hops: Mutex<Option<EndpointId>>,
 }
@@ -55,8 +59,8 @@ impl ScriptEngine {
     /// One whose IOMMU holds so many mappings.
     pub fn mapping(inner: Arc<dyn DmaEngine>, max_transfer: u64, max_mappings: u32) -> Arc<Self> {
         let (mode, abort_ends) = (Mutex::new(Mode::Inline), Mutex::new(true));
-        let (state, two_hops) = Default::default();
-        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, max_mappings, two_hops })
+        let (state, longest, two_hops) = Default::default();
+        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, max_mappings, longest, two_hops })
     }
 
     pub fn set(&self, mode: Mode) {
@@ -132,6 +136,15 @@ impl DmaEngine for ScriptEngine {
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         assert_eq!(total_len(dst), total_len(src), "both sides of the copy");
         *self.two_hops.lock().unwrap() != Some(initiator)
+    }
+
+    fn longest(&self, _: &Transfer) -> u64 {
+        self.longest.lock().unwrap().unwrap_or(self.max_transfer)
+    }
+
+    fn doorbell(&self) {
+        let mut state = self.state.lock().unwrap();
+        state.rung = state.seen.len();
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

@@ -2,7 +2,11 @@
 //!
 //! Not here: how it is noticed.
 
+mod engines;
+
 use anyhow::{Result, ensure};
+
+pub(super) use engines::{CUDA, FUNCTIONS};
 
 /// One thing done wrong.
 pub(super) struct Mutation {
@@ -294,106 +298,6 @@ pub(super) const PROOFS: &[Mutation] = &[
     },
 ];
 
-/// Of what drives PCI functions, without one.
-pub(super) const FUNCTIONS: &[Mutation] = &[
-    Mutation {
-        name: "function: nobody asks whether the IOMMU stopped it",
-        file: "hw/vfio/src/mover.rs",
-        from: "let stopped = if is_on_bus { self.stopped() } else { Ok(()) };",
-        to: "let stopped: Result<(), EngineError> = if is_on_bus { Ok(()) } else { Ok(()) };",
-    },
-    Mutation {
-        name: "function: a stop more is none",
-        file: "hw/vfio/src/mover.rs",
-        from: "Ok(count) if count == watch.count => Ok(()),",
-        to: "Ok(count) if count >= watch.count => Ok(()),",
-    },
-    Mutation {
-        name: "function: what nobody watches is a success",
-        file: "hw/vfio/src/mover.rs",
-        from: "Err(_) => Err(EngineError::Device { code: code::UNWATCHED }),",
-        to: "Err(_) => Ok(()),",
-    },
-    Mutation {
-        name: "function: it may write what it is to read",
-        file: "hw/vfio/src/mover.rs",
-        from: "let access = if is_in { Access::READ } else { Access::WRITE };",
-        to: "let access = if is_in { Access::RW } else { Access::WRITE };",
-    },
-    Mutation {
-        name: "function: everything is one hop",
-        file: "hw/vfio/src/engine.rs",
-        from: "self.reach.in_one_hop(dst, src)",
-        to: "self.reach.in_one_hop(dst, src) || !dst.is_empty()",
-    },
-    Mutation {
-        name: "function: whoever starts a copy makes it",
-        file: "hw/engine/src/fleet.rs",
-        from: "Work::Copy { src, dst, route } => self.copier(transfer.initiator, dst, src, *route),",
-        to: "Work::Copy { .. } => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),",
-    },
-    Mutation {
-        name: "function: a flush waits for no other engine",
-        file: "hw/engine/src/fences.rs",
-        from: "if !before.is_empty() {\n                state",
-        to: "if before.contains(&transfer.job) {\n                state",
-    },
-    Mutation {
-        name: "function: a flush that waited for nothing is forgotten",
-        file: "hw/engine/src/fences.rs",
-        from: "self.lock().end(transfer.job);",
-        to: "self.lock().running.remove(&transfer.job);",
-    },
-    Mutation {
-        name: "function: the last block is not erased",
-        file: "hw/vfio/src/mover.rs",
-        from: "self.zero(own.start + done, len, &|| true)",
-        to: "self.zero(own.start + done, len - self.reach.shape.granule, &|| true)",
-    },
-    Mutation {
-        name: "function: a hole is mapped",
-        file: "hw/vfio/src/hole.rs",
-        from: "self.host.reserve(place, mask)",
-        to: "self.host.map(place, access, mask)",
-    },
-    Mutation {
-        name: "function: a group is anybody's",
-        file: "vmm/broker/src/lease.rs",
-        from: "function.group == *group)",
-        to: "function.group == *group && function.address.is_empty())",
-    },
-    Mutation {
-        name: "function: two tenants may have parts of one",
-        file: "vmm/daemon/src/config/functions.rs",
-        from: "if *owner != user.name {",
-        to: "if *owner != user.name && owner.is_empty() {",
-    },
-    Mutation {
-        name: "function: its registers are anybody's memory",
-        file: "vmm/daemon/src/config/functions.rs",
-        from: "if function.part == 0 {",
-        to: "if function.part == u32::MAX {",
-    },
-    Mutation {
-        name: "log: what it keeps quiet about has not been",
-        file: "vmm/daemon/src/broker/watch.rs",
-        from: "Err(Errno::AGAIN) if self.quiet.look(Instant::now()) =>",
-        to: "Err(Errno::AGAIN) if self.quiet.look(Instant::now()) && self.watched.is_empty() =>",
-    },
-    Mutation {
-        name: "log: whoever asks without one hears that nothing was",
-        file: "vmm/daemon/src/broker/watch.rs",
-        from: "else { return self.watched.clear() };",
-        to: "else { return };",
-    },
-    Mutation {
-        name: "log: what a program writes is the kernel's",
-        file: "vmm/daemon/src/broker/watch.rs",
-        from: "priority < 8",
-        to: "priority < 800",
-    },
-];
-
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -403,7 +307,7 @@ mod tests {
 
     #[test]
     fn every_mutation_fits_the_source_as_it_is() {
-        for mutation in [MUTATIONS, LOSSES, PROOFS, FUNCTIONS].into_iter().flatten() {
+        for mutation in [MUTATIONS, LOSSES, PROOFS, FUNCTIONS, CUDA].into_iter().flatten() {
             let source = fs::read_to_string(checkout().join(mutation.file)).expect(mutation.file);
             let applied = mutation.applied(&source).expect(mutation.name);
             assert_ne!(applied, source, "{}", mutation.name);
