@@ -89,13 +89,13 @@ impl Cuda {
     /// Copies between a GPU and memory that is not registered: the driver's own staging.
     pub(crate) fn pageable(&self, host: u64, device: u64, len: u64, way: Way) -> Result<()> {
         let len = usize::try_from(len)?;
-        // SAFETY: the callers' buffers are that long.
-        ok("cuMemcpy", unsafe {
-            match way {
-                Way::Out => (self.functions.out)(host as *mut c_void, device, len),
-                Way::In => (self.functions.into)(device, host as *const c_void, len),
-            }
-        })
+        let answer = match way {
+            // SAFETY: the callers' buffers are that long.
+            Way::Out => unsafe { (self.functions.out)(host as *mut c_void, device, len) },
+            // SAFETY: as above.
+            Way::In => unsafe { (self.functions.into)(device, host as *const c_void, len) },
+        };
+        ok("cuMemcpy", answer)
     }
 
     pub(crate) fn kernel(&self, ptx: &str, name: &str) -> Result<Kernel> {
@@ -207,34 +207,45 @@ fn ok(call: &str, answer: Answer) -> Result<()> {
     Ok(())
 }
 
+/// How the functions of NVRTC look that are used here (nvrtc.h). The program is a pointer of the library's own.
+mod nvrtc {
+    use super::{Answer, Opaque, c_char, c_int};
+
+    pub(super) type Create =
+        unsafe extern "C" fn(*mut Opaque, *const c_char, *const c_char, c_int, Opaque, Opaque) -> Answer;
+    pub(super) type Compile = unsafe extern "C" fn(Opaque, c_int, *const *const c_char) -> Answer;
+    pub(super) type Size = unsafe extern "C" fn(Opaque, *mut usize) -> Answer;
+    pub(super) type Text = unsafe extern "C" fn(Opaque, *mut c_char) -> Answer;
+}
+
 /// Compiles CUDA C++ for this GPU's architecture.
 pub(crate) fn compile(source: &str, architecture: &str) -> Result<String> {
     let names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"];
     // SAFETY: it is NVIDIA's compiler.
     let library = names.into_iter().find_map(|name| unsafe { Library::new(name) }.ok());
     let library = library.context("There is no NVRTC (libnvrtc.so); install CUDA's run-time compiler")?;
-    // SAFETY: the prototypes of nvrtc.h.
-    unsafe {
-        type Create = unsafe extern "C" fn(*mut Opaque, *const c_char, *const c_char, c_int, Opaque, Opaque) -> Answer;
-        type Compile = unsafe extern "C" fn(Opaque, c_int, *const *const c_char) -> Answer;
-        type Size = unsafe extern "C" fn(Opaque, *mut usize) -> Answer;
-        type Text = unsafe extern "C" fn(Opaque, *mut c_char) -> Answer;
-        let (text, option) = (CString::new(source)?, CString::new(format!("--gpu-architecture={architecture}"))?);
-        let mut program = ptr::null_mut();
-        let create = library.get::<Create>("nvrtcCreateProgram")?;
-        ok(
-            "nvrtcCreateProgram",
-            create(&raw mut program, text.as_ptr(), ptr::null(), 0, ptr::null_mut(), ptr::null_mut()),
-        )?;
-        ok(
-            "nvrtcCompileProgram",
-            library.get::<Compile>("nvrtcCompileProgram")?(program, 1, [option.as_ptr()].as_ptr()),
-        )?;
-        let mut len = 0;
-        ok("nvrtcGetPTXSize", library.get::<Size>("nvrtcGetPTXSize")?(program, &raw mut len))?;
-        let mut ptx = vec![0_u8; len];
-        ok("nvrtcGetPTX", library.get::<Text>("nvrtcGetPTX")?(program, ptx.as_mut_ptr().cast()))?;
-        ptx.pop();
-        Ok(String::from_utf8(ptx)?)
-    }
+    // SAFETY: that is its prototype.
+    let create = unsafe { library.get::<nvrtc::Create>("nvrtcCreateProgram") }?;
+    // SAFETY: as above.
+    let compile = unsafe { library.get::<nvrtc::Compile>("nvrtcCompileProgram") }?;
+    // SAFETY: as above.
+    let size = unsafe { library.get::<nvrtc::Size>("nvrtcGetPTXSize") }?;
+    // SAFETY: as above.
+    let text = unsafe { library.get::<nvrtc::Text>("nvrtcGetPTX") }?;
+    let (source, option) = (CString::new(source)?, CString::new(format!("--gpu-architecture={architecture}"))?);
+    let mut program = ptr::null_mut();
+    // SAFETY: the library reads a string and writes one pointer; there are no headers.
+    let created =
+        unsafe { create(&raw mut program, source.as_ptr(), ptr::null(), 0, ptr::null_mut(), ptr::null_mut()) };
+    ok("nvrtcCreateProgram", created)?;
+    // SAFETY: the program is the one just made, and there is one option, which is a string.
+    ok("nvrtcCompileProgram", unsafe { compile(program, 1, [option.as_ptr()].as_ptr()) })?;
+    let mut len = 0;
+    // SAFETY: the library writes one number.
+    ok("nvrtcGetPTXSize", unsafe { size(program, &raw mut len) })?;
+    let mut ptx = vec![0_u8; len];
+    // SAFETY: the library writes as many bytes as it has just said.
+    ok("nvrtcGetPTX", unsafe { text(program, ptx.as_mut_ptr().cast()) })?;
+    ptx.pop();
+    Ok(String::from_utf8(ptx)?)
 }
