@@ -1,8 +1,8 @@
 //! [`Lane`]: a stream of a GPU, and what is under way in it.
 //!
 //! Behind a run of copies the stream writes a number into a word of this process's memory. So looking whether they have ended costs no call of the driver,
-//! and no thread waits inside it. For a microsecond or two around the writing the stream copies nothing, so a run is what was begun before the doorbell
-//! rings, unless that is long.
+//! and no thread waits inside it. For a microsecond or two around the writing the stream copies nothing. So a run is what was begun before the doorbell
+//! rings, and, while a run before it is under way, also what comes after that, until it is long.
 //!
 //! Not here: which lane a transfer takes.
 
@@ -26,8 +26,8 @@ use crate::registry::Registration;
 const BATCH: usize = 4;
 /// Most copies of such a call.
 const MOST: usize = 256;
-/// Bytes from which a run is long: whoever waits for the first of them waits for no more than these, 80 us on a PCIe 5.0 link.
-const LONG: u64 = 4 << 20;
+/// From when on a run is long: whoever waits for the first copy of one waits no longer than that.
+const LONG: Duration = Duration::from_micros(80);
 /// What a copy takes whatever its length (as above: 4 KiB there and back take 7 us).
 const LATENCY: Duration = Duration::from_micros(6);
 
@@ -127,15 +127,23 @@ impl Lane {
         if !self.has_run.swap(true, Ordering::AcqRel) {
             self.busy.fetch_add(1, Ordering::AcqRel);
         }
-        if state.run.iter().map(|ride| ride.bytes).sum::<u64>() < LONG { Ok(()) } else { self.seal_run(state) }
+        if self.time(&state.run) < LONG { Ok(()) } else { self.seal_run(state) }
     }
 
-    /// Has the stream say when what was begun has ended. An error is one of the whole context.
+    /// Has the stream say when what was begun has ended, at once or when it has passed what is before that. An error is one of the whole context.
     pub(crate) fn doorbell(&self) -> Result<(), CudaError> {
         if !self.has_run.load(Ordering::Acquire) {
             return Ok(());
         }
-        self.seal_run(&mut self.lock())
+        let state = &mut *self.lock();
+        if state.pending.is_empty() { self.seal_run(state) } else { Ok(()) }
+    }
+
+    /// What copies take at the speed of this way.
+    fn time(&self, rides: &[Ride]) -> Duration {
+        let bytes: u64 = rides.iter().map(|ride| ride.bytes).sum();
+        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.speed);
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
     fn seal_run(&self, state: &mut State) -> Result<(), CudaError> {
@@ -203,10 +211,7 @@ impl Lane {
 
     /// Has the stream say when it has passed what was put into it.
     fn seal(&self, state: &mut State, rides: Vec<Ride>) -> Result<(), CudaError> {
-        let bytes: u64 = rides.iter().map(|ride| ride.bytes).sum();
-        let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.speed);
-        let time = Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX));
-        state.free_at = state.free_at.max(Instant::now()) + time;
+        state.free_at = state.free_at.max(Instant::now()) + self.time(&rides);
         state.issued = state.issued.wrapping_add(1);
         self.busy.fetch_add(1, Ordering::AcqRel);
         state.pending.push_back(Entry { ticket: state.issued, rides, due: state.free_at + LATENCY });
@@ -214,10 +219,10 @@ impl Lane {
         unsafe { self.stream.write(self.word(), state.issued) }
     }
 
-    /// Appends the rides that have ended, and says when the next one may. `None` if none is under way.
-    pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Option<Instant> {
+    /// Appends the rides that have ended, and says when the next one may. `None` if none is under way. An error is one of the whole context.
+    pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Result<Option<Instant>, CudaError> {
         if self.busy() == 0 {
-            return None;
+            return Ok(None);
         }
         let state = &mut *self.lock();
         // Acquire: what the copies wrote is there once the number is.
@@ -227,7 +232,10 @@ impl Lane {
             out.extend(entry.rides);
             self.busy.fetch_sub(1, Ordering::AcqRel);
         }
-        state.pending.front().map(|entry| entry.due)
+        if state.pending.is_empty() {
+            self.seal_run(state)?;
+        }
+        Ok(state.pending.front().map(|entry| entry.due))
     }
 
     /// The context is broken: everything ends with this error, and the stream does nothing any more.

@@ -361,7 +361,13 @@ impl Shared {
     pub(crate) fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
         self.ring();
         let mut rides = Vec::new();
-        let soonest = self.ways.iter().filter_map(|ways| ways.collect(&mut rides)).min();
+        let mut soonest = None;
+        for (gpu, ways) in self.ways.iter().enumerate() {
+            match ways.collect(&mut rides) {
+                Ok(due) => soonest = soonest.into_iter().chain(due).min(),
+                Err(error) => self.lose(gpu, error),
+            }
+        }
         self.note(rides);
         if soonest.is_some() {
             self.check(false);

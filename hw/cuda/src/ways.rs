@@ -119,10 +119,10 @@ impl Ways {
         Ok(())
     }
 
-    /// Appends the rides that have ended, and says when the next one may. `None` if none is under way.
-    pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Option<Instant> {
+    /// Appends the rides that have ended, and says when the next one may. `None` if none is under way. An error is one of the whole context.
+    pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Result<Option<Instant>, CudaError> {
         let lanes = self.groups.iter().flat_map(Group::lanes);
-        lanes.filter_map(|lane| lane.collect(out)).min()
+        lanes.map(|lane| lane.collect(out)).try_fold(None, |soonest, due| Ok(soonest.into_iter().chain(due?).min()))
     }
 
     /// The context is broken: everything ends with this error, and the streams do nothing any more.
