@@ -92,6 +92,25 @@ fn a_driver_without_a_call_for_many_copies_one_by_one() {
 }
 
 #[test]
+fn a_stream_says_once_where_it_is_of_copies_that_come_while_others_are_under_way() {
+    const LEN: u64 = 256 << 10;
+    let Some(world) = world() else { return };
+    world.submit(0, copy(own(0, 0), ram(0), LEN));
+    world.ends(1);
+    let carried_out = since(&world, ["executed"]);
+    world.fake.set("stall", 1);
+    for n in 0..8 {
+        world.submit(n, copy(own(0, n * LEN), ram(n * LEN), LEN));
+        world.engine.doorbell();
+    }
+    world.fake.set("stall", 0);
+    assert_eq!(world.ends(8).len(), 8);
+    // Two lanes, and in each the first copy and all others.
+    assert_eq!(carried_out(), [8 + 4]);
+    world.end();
+}
+
+#[test]
 fn looking_begins_what_was_gathered_too() {
     let Some(world) = world() else { return };
     let calls = since(&world, ["batches", "copies"]);
