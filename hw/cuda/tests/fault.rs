@@ -1,0 +1,138 @@
+//! A kernel that faults in one process's context of a real GPU: that process's transfers end with an error, and nobody else notices. Says so if this
+//! machine has no GPU. What has no GPU is in `failure.rs`.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::ffi::{c_char, c_uint, c_void};
+use std::fs::File;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
+use hw_engine::{DmaEngine, EngineError, Finished, JobId, Route, Segments, Submit, Transfer, Work};
+use hw_host::HostMemory;
+use iommu_addr::{ApertureOffset, DomainId, EndpointId, Location, Segment};
+use libloading::Library;
+
+const NAME: &str = "a_kernel_that_faults_is_one_process_s_trouble";
+const CHILD: &str = "PEERGATE_FAULTS";
+const LEN: u64 = 4 << 20;
+
+/// Writes to an address where nothing is.
+const FAULT: &str = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry fault()\n{\n.reg .u64 %at;\nmov.u64 %at, 16;\nst.global.u32 [%at], 1;\nret;\n}\n\0";
+
+/// An engine over a slice and an aperture of the host's memory.
+fn engine(driver: &Arc<Driver>) -> CudaEngine {
+    let first = driver.gpus().unwrap().first().unwrap().address.clone();
+    let slice = Slice::new(&Gpu::open(driver, &first).unwrap(), LEN).unwrap();
+    let memory = Arc::new(HostMemory::new());
+    let file = File::from(rustix::fs::memfd_create("fault", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    file.set_len(LEN).unwrap();
+    memory.add_aperture(EndpointId::local(1), &file, LEN).unwrap();
+    CudaEngine::new(vec![(EndpointId::local(0), slice)], memory, Settings::default(), None).unwrap()
+}
+
+/// One copy out of the slice, and how it ended.
+fn copy(engine: &CudaEngine, job: u64) -> Result<(), EngineError> {
+    let all = |endpoint| {
+        let at = Location::Aperture { endpoint: EndpointId::local(endpoint), offset: ApertureOffset(0) };
+        Segments::from_iter([Segment { at, len: LEN }])
+    };
+    let work = Work::Copy { src: all(0), dst: all(1), route: Route::Direct };
+    let transfer = Transfer { job: JobId(job), domain: DomainId(1), initiator: EndpointId::local(0), work };
+    match engine.submit(&transfer)? {
+        Submit::Executed(Finished { result, .. }) => return result,
+        Submit::Submitted => engine.doorbell(),
+    }
+    let (start, mut ended) = (Instant::now(), Vec::new());
+    while ended.is_empty() {
+        engine.poll(&mut ended);
+        assert!(start.elapsed() < Duration::from_secs(30), "a copy ends");
+    }
+    ended[0].result
+}
+
+/// Runs the kernel in the context that is the calling thread's.
+fn fault() {
+    type Load = unsafe extern "C" fn(*mut *mut c_void, *const c_void) -> c_uint;
+    type Function = unsafe extern "C" fn(*mut *mut c_void, *mut c_void, *const c_char) -> c_uint;
+    type Numbers = [c_uint; 7];
+    type Launch = unsafe extern "C" fn(
+        *mut c_void,
+        c_uint,
+        c_uint,
+        c_uint,
+        c_uint,
+        c_uint,
+        c_uint,
+        c_uint,
+        *mut c_void,
+        *mut c_void,
+        *mut c_void,
+    ) -> c_uint;
+    // SAFETY: it is the driver's library, which is loaded already.
+    let library = unsafe { Library::new("libcuda.so.1") }.unwrap();
+    let (mut module, mut function, none) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+    // SAFETY: the prototype of cuda.h.
+    let load = unsafe { library.get::<Load>("cuModuleLoadData") }.unwrap();
+    // SAFETY: it reads a string and writes a pointer.
+    assert_eq!(unsafe { load(&raw mut module, FAULT.as_ptr().cast()) }, 0);
+    // SAFETY: the prototype of cuda.h.
+    let get = unsafe { library.get::<Function>("cuModuleGetFunction") }.unwrap();
+    // SAFETY: as above.
+    assert_eq!(unsafe { get(&raw mut function, module, c"fault".as_ptr()) }, 0);
+    // SAFETY: the prototype of cuda.h.
+    let launch = unsafe { library.get::<Launch>("cuLaunchKernel") }.unwrap();
+    let [x, y, z, a, b, c, shared]: Numbers = [1, 1, 1, 1, 1, 1, 0];
+    // SAFETY: the kernel takes nothing; what it breaks is this context.
+    assert_eq!(unsafe { launch(function, x, y, z, a, b, c, shared, none, none, none) }, 0);
+}
+
+/// What the process does whose kernel faults.
+fn child() {
+    let engine = engine(&Driver::load().unwrap());
+    let (told, is_told) = channel();
+    engine.on_lost(Box::new(move |error| told.send(error.to_string()).unwrap()));
+    assert_eq!(copy(&engine, 1), Ok(()));
+    fault();
+    let start = Instant::now();
+    let error = loop {
+        assert!(start.elapsed() < Duration::from_secs(30), "the context breaks");
+        if let Err(error) = copy(&engine, 2) {
+            break error;
+        }
+    };
+    assert!(matches!(error, EngineError::Device { .. }), "{error:?}");
+    assert_eq!(copy(&engine, 3), Err(EngineError::LOST));
+    println!("lost: {}", is_told.recv_timeout(Duration::from_secs(30)).unwrap());
+}
+
+#[test]
+fn a_kernel_that_faults_is_one_process_s_trouble() {
+    if std::env::var_os(CHILD).is_some() {
+        return child();
+    }
+    let driver = match Driver::load() {
+        Ok(driver) => driver,
+        Err(error) => return println!("SKIP: {error}"),
+    };
+    let engine = engine(&driver);
+    assert_eq!(copy(&engine, 1), Ok(()));
+    for _ in 0..2 {
+        let mut faulting = Command::new(std::env::current_exe().unwrap());
+        faulting.args(["--exact", NAME, "--nocapture"]).env(CHILD, "1").stdout(Stdio::piped());
+        let mut faulting = faulting.spawn().unwrap();
+        let mut copies = 0;
+        while faulting.try_wait().unwrap().is_none() {
+            copies += 1;
+            assert_eq!(copy(&engine, 1 + copies), Ok(()), "another process's trouble");
+        }
+        let output = faulting.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("lost: "), "{text}");
+        println!("{copies} copies went well meanwhile; the other process said: {text}");
+        assert!(copies > 0);
+    }
+}
