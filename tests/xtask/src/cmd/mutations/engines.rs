@@ -222,9 +222,9 @@ pub(crate) const CUDA: &[Mutation] = &[
     },
     Mutation {
         name: "cuda: a queue that rests leaves its work to nobody",
-        file: "vdev/device/src/submit.rs",
-        from: "if turn.glances && !more && !self.flights.is_idle() {",
-        to: "if turn.glances && !more && self.flights.is_idle() {",
+        file: "vdev/device/src/tend.rs",
+        from: "if self.glances() && !self.flights.is_idle() {",
+        to: "if self.glances() && self.flights.is_idle() {",
     },
     Mutation {
         name: "cuda: a queue that never looks leaves its work to nobody",
