@@ -8,6 +8,7 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "rivals call the driver directly")]
 
 mod measure;
+mod peers;
 mod pipeline;
 mod plot;
 mod raw;
@@ -43,6 +44,12 @@ struct Args {
     /// Samples of each bandwidth
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     samples: u32,
+    /// Measure copies from one GPU to another instead
+    #[arg(long, conflicts_with = "only")]
+    peers: bool,
+    /// With --peers: longest transfer
+    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30)]
+    most: u64,
     /// Only this part: latency, transfer, energy, pipeline or scatter
     #[arg(long, value_name = "PART")]
     only: Option<String>,
@@ -74,6 +81,9 @@ fn measure(args: &Args) -> Result<Run> {
     let wants = |part: &str| args.only.as_deref().is_none_or(|only| only == part);
     let samples = usize::try_from(args.samples)?;
     let base = Settings { gather: args.gather.unwrap_or(Settings::default().gather), ..Settings::default() };
+    if args.peers {
+        return peers::measure(args.gpu.as_deref(), args.most, samples, base);
+    }
     let mut buffers = Buffers::new()?;
     let (command, note) = ("cargo xtask bench --gpu".to_owned(), NOTE.to_owned());
     let mut run = Run { command, note, machine: Default::default(), rows: Vec::new() };

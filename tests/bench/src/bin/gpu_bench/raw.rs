@@ -41,12 +41,20 @@ functions! {
     out: "cuMemcpyDtoH_v2" = fn(*mut c_void, u64, usize);
     into: "cuMemcpyHtoD_v2" = fn(u64, *const c_void, usize);
     copy: "cuMemcpyAsync" = fn(u64, u64, usize, Opaque);
+    context_create: "cuCtxCreate_v2" = fn(*mut Opaque, c_uint, c_int);
+    enable_peer: "cuCtxEnablePeerAccess" = fn(Opaque, c_uint);
+    allocate: "cuMemAlloc_v2" = fn(*mut u64, usize);
+    copy_peer: "cuMemcpyPeerAsync" = fn(u64, Opaque, u64, Opaque, usize, Opaque);
+    event_create: "cuEventCreate" = fn(*mut Opaque, c_uint);
+    event_record: "cuEventRecord" = fn(Opaque, Opaque);
+    event_destroy: "cuEventDestroy_v2" = fn(Opaque);
+    stream_await: "cuStreamWaitEvent" = fn(Opaque, Opaque, c_uint);
     load: "cuModuleLoadData" = fn(*mut Opaque, *const c_void);
     function: "cuModuleGetFunction" = fn(*mut Opaque, Opaque, *const c_char);
     launch: "cuLaunchKernel" = fn(Opaque, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Opaque, *mut *mut c_void, *mut *mut c_void);
 }
 
-/// The primary context of a GPU.
+/// A context of a GPU.
 pub(crate) struct Cuda {
     functions: Functions,
     context: usize,
@@ -54,14 +62,28 @@ pub(crate) struct Cuda {
 }
 
 impl Cuda {
-    /// The driver must have been initialised.
+    /// The primary one. The driver must have been initialised.
     pub(crate) fn new(ordinal: i32) -> Result<Arc<Self>> {
+        Self::with(|functions, context| {
+            // SAFETY: the driver writes one pointer.
+            ok("cuDevicePrimaryCtxRetain", unsafe { (functions.context_retain)(context, ordinal) })
+        })
+    }
+
+    /// One of its own, which lives as long as the process. The driver must have been initialised.
+    pub(crate) fn apart(ordinal: i32) -> Result<Arc<Self>> {
+        Self::with(|functions, context| {
+            // SAFETY: the driver writes one pointer.
+            ok("cuCtxCreate", unsafe { (functions.context_create)(context, 0, ordinal) })
+        })
+    }
+
+    fn with(make: impl FnOnce(&Functions, *mut Opaque) -> Result<()>) -> Result<Arc<Self>> {
         // SAFETY: it is the driver's library.
         let library = unsafe { Library::new("libcuda.so.1") }.context("There is no CUDA driver")?;
         let functions = Functions::find(&library)?;
         let mut context = ptr::null_mut();
-        // SAFETY: the driver writes one pointer.
-        ok("cuDevicePrimaryCtxRetain", unsafe { (functions.context_retain)(&raw mut context, ordinal) })?;
+        make(&functions, &raw mut context)?;
         let cuda = Self { functions, context: context as usize, _library: library };
         cuda.enter()?;
         Ok(Arc::new(cuda))
@@ -71,6 +93,30 @@ impl Cuda {
     pub(crate) fn enter(&self) -> Result<()> {
         // SAFETY: the context lives as long as the process.
         ok("cuCtxSetCurrent", unsafe { (self.functions.context_set)(self.context as Opaque) })
+    }
+
+    /// Lets it reach the memory of another context.
+    pub(crate) fn enable_peer(&self, other: &Self) -> Result<()> {
+        self.enter()?;
+        // SAFETY: both contexts live as long as the process.
+        ok("cuCtxEnablePeerAccess", unsafe { (self.functions.enable_peer)(other.context as Opaque, 0) })
+    }
+
+    /// Takes plain memory, which is there as long as the process.
+    pub(crate) fn allocate(&self, len: u64) -> Result<u64> {
+        self.enter()?;
+        let mut at = 0;
+        // SAFETY: the driver writes one number.
+        ok("cuMemAlloc", unsafe { (self.functions.allocate)(&raw mut at, usize::try_from(len)?) })?;
+        Ok(at)
+    }
+
+    pub(crate) fn event(self: &Arc<Self>) -> Result<Event> {
+        self.enter()?;
+        let mut event = ptr::null_mut();
+        // SAFETY: the driver writes one pointer. 2 is `CU_EVENT_DISABLE_TIMING`.
+        ok("cuEventCreate", unsafe { (self.functions.event_create)(&raw mut event, 2) })?;
+        Ok(Event { cuda: Arc::clone(self), handle: event as usize })
     }
 
     pub(crate) fn stream(self: &Arc<Self>) -> Result<Stream> {
@@ -125,6 +171,19 @@ pub(crate) struct Stream {
     handle: usize,
 }
 
+/// What a stream has come to.
+pub(crate) struct Event {
+    cuda: Arc<Cuda>,
+    handle: usize,
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it.
+        let _ = unsafe { (self.cuda.functions.event_destroy)(self.handle as Opaque) };
+    }
+}
+
 impl Stream {
     /// Begins a copy between a GPU and registered memory.
     pub(crate) fn copy(&self, host: u64, device: u64, len: u64, way: Way) -> Result<()> {
@@ -136,6 +195,36 @@ impl Stream {
         ok("cuMemcpyAsync", unsafe {
             (self.cuda.functions.copy)(dst, src, usize::try_from(len)?, self.handle as Opaque)
         })
+    }
+
+    /// Begins a copy from memory of one context to memory of another. The stream's context is the current one.
+    pub(crate) fn copy_peer(&self, to: (&Cuda, u64), from: (&Cuda, u64), len: u64) -> Result<()> {
+        let (len, copy) = (usize::try_from(len)?, self.cuda.functions.copy_peer);
+        // SAFETY: the callers' memory is that long, and stays as long as the process.
+        ok("cuMemcpyPeerAsync", unsafe {
+            copy(to.1, to.0.context as Opaque, from.1, from.0.context as Opaque, len, self.handle as Opaque)
+        })
+    }
+
+    /// Has an event of its own context mean all that was begun so far.
+    pub(crate) fn record(&self, event: &Event) -> Result<()> {
+        // SAFETY: both are the callers'.
+        ok("cuEventRecord", unsafe {
+            (self.cuda.functions.event_record)(event.handle as Opaque, self.handle as Opaque)
+        })
+    }
+
+    /// Begins nothing more until an event has come, of whichever context.
+    pub(crate) fn await_event(&self, event: &Event) -> Result<()> {
+        // SAFETY: both are the callers'.
+        ok("cuStreamWaitEvent", unsafe {
+            (self.cuda.functions.stream_await)(self.handle as Opaque, event.handle as Opaque, 0)
+        })
+    }
+
+    /// Makes its context that of the calling thread.
+    pub(crate) fn enter(&self) -> Result<()> {
+        self.cuda.enter()
     }
 
     pub(crate) fn wait(&self) -> Result<()> {

@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 /// One figure: the median of some samples, and the smallest and largest of them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Row {
-    /// `latency`, `transfer`, `energy`, `pipeline` or `scatter`.
+    /// `latency`, `transfer`, `energy`, `pipeline` or `scatter`; `peer latency` or `peers` from GPU to GPU.
     pub(crate) part: String,
-    /// `out` (GPU to aperture), `in`, `both`, or what else sets it apart.
+    /// `out` (GPU to aperture), `in`, `both`, `one way` (from the first GPU), `both ways`, or what else sets it apart.
     pub(crate) case: String,
     /// Bytes of a transfer.
     pub(crate) len: u64,

@@ -37,6 +37,34 @@ pub(crate) fn print(run: &Run) {
             );
         }
     }
+    for case in ["one way", "both ways"] {
+        for len in lens("peer latency", case) {
+            let of = |who| run.median("peer latency", case, len, who).unwrap_or(f64::NAN);
+            println!(
+                "peer latency {case:<9} {:>8}: {:>9.2} us, {:+.2} us beside the bare call ({:+.2} us asleep); driver {:.2} us, fair {:.2} us",
+                size(len),
+                of("direct"),
+                of("direct") - of("bare"),
+                of("direct, sleep") - of("bare"),
+                of("driver"),
+                of("fair")
+            );
+        }
+    }
+    for case in ["one way", "both ways"] {
+        for len in lens("peers", case) {
+            let of = |who| run.median("peers", case, len, who).unwrap_or(f64::NAN);
+            println!(
+                "peers {case:<9} {:>8}: {:>7.2} GB/s, {:>5.1} % of the bare call ({:.1} % asleep); {:>6.2} x driver, {:>5.2} x fair",
+                size(len),
+                of("direct"),
+                100.0 * of("direct") / of("bare"),
+                100.0 * of("direct, sleep") / of("bare"),
+                of("direct") / of("driver"),
+                of("direct") / of("fair")
+            );
+        }
+    }
     for case in ["to 2", "to 4", "to 8"] {
         for len in lens("scatter", case) {
             let of = |who| run.median("scatter", case, len, who);

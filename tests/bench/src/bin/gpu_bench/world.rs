@@ -34,10 +34,10 @@ pub(crate) const OTHER: u64 = 64 << 20;
 pub(crate) const APERTURES: usize = 8;
 
 /// Work that is on its way at a time.
-const DEPTH: u64 = 128;
+pub(crate) const DEPTH: u64 = 128;
 /// Streams of the guest's, so that work need not wait for work before it.
-const STREAMS: u64 = 64;
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const STREAMS: u64 = 64;
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// An aperture, as its owner and as the device has it.
 pub(crate) struct Aperture {
@@ -83,7 +83,7 @@ impl World {
             mapped.push((address, len));
             specs.push(spec);
         }
-        let (device_of, ram, engine) = serve(slice, specs, memory, settings)?;
+        let (device_of, ram, engine) = serve(vec![slice], specs, memory, settings)?;
         let serve = vmm_vhost_user::Options { journal: Some(journal_words()), ..vmm_vhost_user::Options::default() };
         let recorder = Arc::new(Recorder::default());
         let rig = Rig::over(device_of, ram, recorder, serve)?;
@@ -124,33 +124,7 @@ impl World {
         let most = jobs.iter().map(|job| job.count).max().unwrap_or(0);
         let all = (0..most).flat_map(|n| jobs.iter().filter(move |job| n < job.count).map(move |job| (n, job)));
         let work: Vec<Work> = all.enumerate().map(|(index, (n, job))| self.copy(index as u64, n, job)).collect();
-        self.carry_out(&work)
-    }
-
-    fn carry_out(&self, work: &[Work]) -> Result<Duration> {
-        let start = Instant::now();
-        let (mut sent, mut done) = (0, 0);
-        let mut ended = vec![Completion::default(); usize::try_from(DEPTH)?];
-        while done < work.len() {
-            let room = usize::try_from(DEPTH)? - (sent - done);
-            let next = &work[sent..(sent + room).min(work.len())];
-            if !next.is_empty() {
-                match self.channel.submit(0, next) {
-                    Ok(taken) => sent += taken,
-                    Err(Error::Refused { status: Status::Busy, .. }) => {}
-                    Err(error) => return Err(error.into()),
-                }
-            }
-            let count = self.channel.completions(&mut ended, 1, Instant::now() + PATIENCE)?;
-            ensure!(count > 0, "The device completed nothing in time");
-            for completion in &ended[..count] {
-                let (status, path) = (Status::from_raw(completion.status), TransferPath::from_raw(completion.path));
-                ensure!(status == Some(Status::Ok), "A copy ended with {status:?}");
-                ensure!(path != Some(TransferPath::Staged), "A copy was staged");
-            }
-            done += count;
-        }
-        Ok(start.elapsed())
+        drive(&*self.channel, &work)
     }
 
     /// Has the device copy eight bytes within an aperture, which the processor does at once: what the way through the device takes by itself.
@@ -159,7 +133,7 @@ impl World {
         let mut work = self.copy(0, 0, &self.job(8, 8, Way::Out));
         (work.source, work.destination) = (aperture.iova, aperture.iova + 4096);
         work.initiator = aperture.endpoint;
-        self.carry_out(&[work])
+        drive(&*self.channel, &[work])
     }
 
     /// Has the engine make one transfer, without a device in front of it, which must be idle.
@@ -227,15 +201,50 @@ impl World {
 }
 
 /// A device, whom to tell of memory, and what carries its transfers out.
-type Served = (Arc<Device>, Arc<dyn RamMap>, Arc<Fleet>);
+pub(crate) type Served = (Arc<Device>, Arc<dyn RamMap>, Arc<Fleet>);
 
-/// The device over the slice, the apertures, and the guest's memory.
-fn serve(slice: Slice, endpoints: Vec<EndpointSpec>, memory: Arc<HostMemory>, settings: Settings) -> Result<Served> {
-    let id = EndpointId::local(0);
-    let cuda = Arc::new(CudaEngine::new(vec![(id, slice)], memory.clone() as Arc<dyn Memory>, settings, None)?);
-    let member = Member { endpoint: id, engine: cuda, same_function: Vec::new() };
+/// Has a device carry out work, and waits until all of it has ended well and directly.
+pub(crate) fn drive(channel: &dyn Channel, work: &[Work]) -> Result<Duration> {
+    let start = Instant::now();
+    let (mut sent, mut done) = (0, 0);
+    let mut ended = vec![Completion::default(); usize::try_from(DEPTH)?];
+    while done < work.len() {
+        let room = usize::try_from(DEPTH)? - (sent - done);
+        let next = &work[sent..(sent + room).min(work.len())];
+        if !next.is_empty() {
+            match channel.submit(0, next) {
+                Ok(taken) => sent += taken,
+                Err(Error::Refused { status: Status::Busy, .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let count = channel.completions(&mut ended, 1, Instant::now() + PATIENCE)?;
+        ensure!(count > 0, "The device completed nothing in time");
+        for completion in &ended[..count] {
+            let (status, path) = (Status::from_raw(completion.status), TransferPath::from_raw(completion.path));
+            ensure!(status == Some(Status::Ok), "A copy ended with {status:?}");
+            let is_at_once = matches!(path, Some(TransferPath::Direct | TransferPath::Local));
+            ensure!(is_at_once, "A copy went {path:?}");
+        }
+        done += count;
+    }
+    Ok(start.elapsed())
+}
+
+/// The device over slices, each of which is the endpoint of its number, the apertures, and the guest's memory.
+pub(crate) fn serve(
+    slices: Vec<Slice>,
+    endpoints: Vec<EndpointSpec>,
+    memory: Arc<HostMemory>,
+    settings: Settings,
+) -> Result<Served> {
+    let slices: Vec<_> = (0..).map(EndpointId::local).zip(slices).collect();
+    let ids: Vec<_> = slices.iter().map(|(id, _)| *id).collect();
+    let cuda = Arc::new(CudaEngine::new(slices, memory.clone() as Arc<dyn Memory>, settings, None)?);
+    let member = |endpoint| Member { endpoint, engine: cuda.clone(), same_function: Vec::new() };
     let rest = Arc::new(HostEngine::new(memory.clone()));
-    let fleet = Arc::new(Fleet::new(vec![member], Vec::new(), rest, memory.clone(), None)?);
+    let fleet = Fleet::new(ids.into_iter().map(member).collect(), Vec::new(), rest, memory.clone(), None)?;
+    let fleet = Arc::new(fleet);
     let spec = DeviceSpec {
         linger: DeviceSpec::LINGER,
         endpoints,
@@ -256,7 +265,7 @@ fn map(file: &std::fs::File, len: u64) -> Result<u64> {
     Ok(at as u64)
 }
 
-fn alloc(channel: &dyn Channel, index: u32, length: u64) -> Result<Alloc> {
+pub(crate) fn alloc(channel: &dyn Channel, index: u32, length: u64) -> Result<Alloc> {
     let endpoint = channel.endpoint(index)?.endpoint;
     let request = Alloc { endpoint, flags: uapi::READ | uapi::WRITE, length, ..Alloc::default() };
     Ok(channel.alloc(request)?)

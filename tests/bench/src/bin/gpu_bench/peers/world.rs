@@ -1,0 +1,145 @@
+//! A slice of each of two GPUs behind one device, which a front-end in this process drives.
+//!
+//! Not here: what is measured.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use harness::rig::{EndpointKind, Recorder, endpoint, journal_words};
+use harness::{DriverOptions, InProcessDriver, Rig};
+use hw_cuda::{Gpu, Settings, Slice};
+use hw_engine::{EndpointSpec, Fleet};
+use hw_host::HostMemory;
+use iommu_addr::{ApertureOffset, EndpointId, Location};
+use peergate_guest::uapi::{self, Alloc, Peer, Work};
+use peergate_guest::{Channel, Driver as _};
+
+use crate::world::{STREAMS, alloc, drive, serve};
+
+/// Transfers from one GPU to the other, one after another in memory: sources are in the first half of a GPU's memory, destinations in the second.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Job {
+    /// Which GPU has the source, 0 or 1.
+    pub(crate) from: usize,
+    pub(crate) len: u64,
+    pub(crate) count: u64,
+    /// Bytes of a half. Where they are not enough, it begins anew.
+    pub(crate) half: u64,
+}
+
+impl Job {
+    pub(crate) fn bytes(self) -> u64 {
+        self.len * self.count
+    }
+
+    pub(crate) fn to(self) -> usize {
+        1 - self.from
+    }
+
+    /// Where the source and the destination of a transfer are.
+    pub(crate) fn at(self, number: u64) -> (u64, u64) {
+        let offset = number % (self.half / self.len).max(1) * self.len;
+        (offset, self.half + offset)
+    }
+}
+
+pub(crate) struct World {
+    pub(crate) slices: [Alloc; 2],
+    pub(crate) channel: Box<dyn Channel>,
+    /// What the device hands its transfers to.
+    engine: Arc<Fleet>,
+    half: u64,
+    _driver: InProcessDriver,
+    _rig: Rig,
+}
+
+impl World {
+    pub(crate) fn new(gpus: &[Arc<Gpu>; 2], half: u64, settings: Settings) -> Result<Self> {
+        let len = (2 * half).next_multiple_of(Slice::GRANULE);
+        let slices = gpus.iter().map(|gpu| Ok(Slice::new(gpu, len)?)).collect::<Result<Vec<_>>>()?;
+        let spec = |id| EndpointSpec { granularity: Slice::GRANULE, ..endpoint(id, EndpointKind::Gpu, len) };
+        let (device, ram, engine) = serve(slices, vec![spec(0), spec(1)], Arc::new(HostMemory::new()), settings)?;
+        let options = vmm_vhost_user::Options { journal: Some(journal_words()), ..Default::default() };
+        let rig = Rig::over(device, ram, Arc::new(Recorder::default()), options)?;
+        let options = DriverOptions { polling: true, ram: 16 << 20, ..DriverOptions::default() };
+        let driver = InProcessDriver::connect(&rig.socket(), options)?;
+        let channel = driver.open()?;
+        let slices = [alloc(&*channel, 0, len)?, alloc(&*channel, 1, len)?];
+        let world = Self { slices, channel, engine, half, _driver: driver, _rig: rig };
+        world.peer(uapi::PEER_ENABLE, 0)?;
+        world.peer(uapi::PEER_ENABLE, 1)?;
+        Ok(world)
+    }
+
+    /// Enables or disables that a GPU reaches the other's slice.
+    pub(crate) fn peer(&self, op: u32, accessor: usize) -> Result<()> {
+        let (accessor, owner) = (self.slices[accessor].endpoint, self.slices[1 - accessor].endpoint);
+        let peer = self.channel.peer(Peer { op, accessor, owner, rights: uapi::READ | uapi::WRITE, ..Peer::default() });
+        let path = peer?.path;
+        ensure!(op != uapi::PEER_ENABLE || path == uapi::PATH_DIRECT, "The GPUs do not reach each other: path {path}");
+        Ok(())
+    }
+
+    /// The work that is a transfer of a job. Whose memory the source is acts.
+    pub(crate) fn work(&self, index: u64, job: Job, number: u64) -> Work {
+        let (from, to) = (&self.slices[job.from], &self.slices[job.to()]);
+        let (source, destination) = job.at(number);
+        Work {
+            opcode: uapi::WORK_COPY,
+            stream: u32::try_from(index % STREAMS).unwrap_or(0),
+            initiator: from.endpoint,
+            cookie: index,
+            source: from.iova + source,
+            destination: to.iova + destination,
+            length: job.len,
+            ..Work::default()
+        }
+    }
+
+    /// Has the device make the transfers, of all jobs in turns, and waits until all have ended.
+    pub(crate) fn direct(&self, jobs: &[Job]) -> Result<Duration> {
+        let most = jobs.iter().map(|job| job.count).max().unwrap_or(0);
+        let all = (0..most).flat_map(|n| jobs.iter().filter(move |job| n < job.count).map(move |job| (n, *job)));
+        let work: Vec<Work> = (0..).zip(all).map(|(index, (n, job))| self.work(index, job, n)).collect();
+        drive(&*self.channel, &work)
+    }
+
+    /// Moves bytes that nobody could guess from one GPU to the other. They are written and read on each GPU's own side.
+    pub(crate) fn verify(&self, from: usize, len: u64) -> Result<()> {
+        let mut state = len.wrapping_mul(2) | 1;
+        let mut noise = move || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state
+        };
+        let words = (0..len.div_ceil(8)).flat_map(|_| noise().to_le_bytes());
+        let pattern: Vec<u8> = words.take(usize::try_from(len)?).collect();
+        let job = Job { from, len, count: 1, half: self.half };
+        let (source, destination) = job.at(0);
+        self.write(from, source, &pattern)?;
+        self.write(job.to(), destination, &vec![0; pattern.len()])?;
+        self.direct(&[job])?;
+        ensure!(
+            self.read(job.to(), destination, pattern.len())? == pattern,
+            "{len} bytes from GPU {from} arrived changed"
+        );
+        Ok(())
+    }
+
+    pub(crate) fn write(&self, gpu: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        Ok(self.engine.memory().write(place(gpu, offset)?, bytes)?)
+    }
+
+    pub(crate) fn read(&self, gpu: usize, offset: u64, len: usize) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        self.engine.memory().read(place(gpu, offset)?, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// As the slice's owner has it.
+fn place(gpu: usize, offset: u64) -> Result<Location> {
+    Ok(Location::Aperture { endpoint: EndpointId::local(u16::try_from(gpu)?), offset: ApertureOffset(offset) })
+}
