@@ -15,7 +15,7 @@ pub(crate) struct BenchArgs {
     /// Measure from inside a guest instead: 4 KiB operations a second, beside a virtio block device that does nothing
     #[arg(long)]
     guest: bool,
-    /// Measure a GPU of this machine instead: transfers, energy, a pipeline and scatter, each beside its rivals
+    /// Measure a GPU of this machine instead: transfers, energy, a pipeline and scatter, each beside its rivals; with --peers copies from one GPU to another
     #[arg(long, conflicts_with = "guest")]
     gpu: bool,
     /// Passed on; see `cargo xtask bench -- --help`
