@@ -6,7 +6,6 @@
 
 mod common;
 
-use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -70,16 +69,15 @@ fn driver(settings: &str) -> Option<TempPath> {
     // Workers have no environment, where settings would be.
     let set = dir.path().join("settings.c");
     fs::write(&set, format!("#define SETTINGS \"{settings}\"\n{START}")).unwrap();
-    // Its thread may not have come to its first line when the library would go.
-    compile(&["libcuda.c", "memory.c", "streams.c", "transfer.c"], &[set.as_os_str(), OsStr::new("-Wl,-z,nodelete")])
+    compile(&["libcuda.c", "memory.c", "streams.c", "transfer.c"], Some(&set))
 }
 
 /// The library that knows what is between GPUs: here 18 links.
 fn nvml() -> Option<TempPath> {
-    compile(&["libnvidia-ml.c"], &[])
+    compile(&["libnvidia-ml.c"], None)
 }
 
-fn compile(sources: &[&str], more: &[&OsStr]) -> Option<TempPath> {
+fn compile(sources: &[&str], more: Option<&Path>) -> Option<TempPath> {
     let fake = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../hw/cuda/tests/fake");
     let sources = sources.iter().map(|name| fake.join(name));
     // Where users without rights may read it, too.
