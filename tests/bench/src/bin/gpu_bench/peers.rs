@@ -25,6 +25,8 @@ use world::{Job, World};
 const BYTES: [u64; 2] = [4 << 30, 512 << 20];
 /// Most transfers of a sample.
 const MOST: u64 = 4096;
+/// Transfers of a rival's, one after another, before the next one's turn.
+const BLOCK: usize = 25;
 
 pub(crate) const NOTE: &str = "Each transfer is a copy by one GPU's copy engine into the other's memory, over what `machine` names; `bare` is the driver's call with peer access on \
      plain memory, `driver` the same call without peer access, which the driver stages, and `fair` the best of 1 to 16 threads through registered memory of the host.";
@@ -82,6 +84,11 @@ impl All {
             Who::Driver => self.driver.copy(jobs, 1),
             Who::Fair(shape) => fair(&self.bare, &self.buffers, shape, jobs),
         }
+    }
+
+    /// Finds nobody asleep: what others did meanwhile took milliseconds.
+    fn wake(&self, who: Who) -> Result<()> {
+        (0..3).try_for_each(|_| self.copy(who, &self.some(4096, false, 1)).map(drop))
     }
 
     /// Transfers of a length from the first GPU, or both ways, as many as make a sample of somebody's.
@@ -165,15 +172,16 @@ fn latency(all: &All, len: u64, run: &mut Run) -> Result<()> {
         let jobs = all.some(len, both, 1);
         let everybody = all.best(len, |_| jobs.clone())?;
         let mut times: [Vec<f64>; 5] = Default::default();
-        for sample in 0..samples + 10 {
+        let block = samples.min(BLOCK);
+        for turn in 0..samples.div_ceil(block) {
             for (who, times) in everybody.iter().zip(&mut times) {
                 // What is staged takes long to set up.
-                if who.is_staged() && sample > 210 {
+                if who.is_staged() && turn * block >= 200 {
                     continue;
                 }
-                let time = all.copy(*who, &jobs)?;
-                if sample >= 10 {
-                    times.push(time.as_secs_f64() * 1e6);
+                all.wake(*who)?;
+                for _ in 0..block {
+                    times.push(all.copy(*who, &jobs)?.as_secs_f64() * 1e6);
                 }
             }
         }
@@ -192,6 +200,7 @@ fn bandwidth(all: &All, len: u64, (case, both): (&str, bool), samples: usize, ru
         for (who, rates) in everybody.iter().zip(&mut rates) {
             let jobs = all.jobs(*who, len, both);
             let bytes = jobs.iter().map(|job| job.bytes()).sum();
+            all.wake(*who)?;
             let rate = gb_per_s(bytes, all.copy(*who, &jobs)?);
             // The first round warms everything up.
             if sample > 0 {
