@@ -48,6 +48,8 @@ const START: &str = r#"
 static void *wait_for_events(void *none)
 {
 	prctl(PR_SET_NAME, "cuda-events");
+	/* It comes back here, whether its library is still wanted or not. */
+	usleep(100000);
 	for (;;)
 		pause();
 	return none;

@@ -6,6 +6,7 @@ mod error;
 mod table;
 
 use std::ffi::{CStr, c_char, c_int};
+use std::mem::ManuallyDrop;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -27,8 +28,8 @@ const NAME: usize = 128;
 /// The driver's library, initialised.
 pub struct Driver {
     pub(crate) table: Table,
-    /// The table's functions are in it.
-    _library: Library,
+    /// The table's functions are in it, and so are threads that it has started: it stays as long as the process.
+    _library: ManuallyDrop<Library>,
 }
 
 impl std::fmt::Debug for Driver {
@@ -70,7 +71,7 @@ impl Driver {
         let library = unsafe { Library::new(path) };
         let library = library.map_err(|source| CudaError::NoDriver { library: path.display().to_string(), source })?;
         let table = Table::find(&library)?;
-        let driver = Self { table, _library: library };
+        let driver = Self { table, _library: ManuallyDrop::new(library) };
         // SAFETY: no pointer is passed.
         driver.check("cuInit", unsafe { (driver.table.init)(0) })?;
         Ok(Arc::new(driver))
