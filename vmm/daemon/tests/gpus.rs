@@ -48,10 +48,9 @@ const START: &str = r#"
 static void *wait_for_events(void *none)
 {
 	prctl(PR_SET_NAME, "cuda-events");
-	/* It comes back here, whether its library is still wanted or not. */
-	usleep(100000);
+	/* It comes back here all the time, whether its library is still wanted or not. */
 	for (;;)
-		pause();
+		usleep(1000);
 	return none;
 }
 
