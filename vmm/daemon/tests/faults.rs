@@ -194,9 +194,10 @@ fn follower_ends_when_nobody_reads_when_it_is_interrupted_and_when_there_is_no_s
     unread.lines = BufReader::new(ChildStdout::from(std::os::fd::OwnedFd::from(closed))).lines();
     assert!(unread.end().2.success(), "although no fault comes");
 
+    // Not SIGINT, which a shell has its background processes ignore, and so this one's children.
     let interrupted = Follow::start(&daemon, &[]);
-    kill(interrupted.child.id(), Signal::INT);
-    assert_eq!(interrupted.end().2.signal(), Some(2));
+    kill(interrupted.child.id(), Signal::TERM);
+    assert_eq!(interrupted.end().2.signal(), Some(15));
 
     let unknown = daemon.peergate(&["faults", "--follow", "--tenant", "vm9"]);
     assert_eq!(unknown.status.code(), Some(1));
