@@ -16,6 +16,7 @@ use anyhow::{Context, Result, ensure};
 use harness::rig::{EndpointKind, Recorder, endpoint, journal_words};
 use harness::{DriverOptions, InProcessDriver, Rig};
 use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
+use hw_engine::conformance::Noise;
 use hw_engine::{DmaEngine, EndpointSpec, Fleet, JobId, Member, Memory, RamMap, Route, Segments, Transfer};
 use hw_host::{HostEngine, HostMemory};
 use iommu_addr::{ApertureOffset, DomainId, EndpointId, Location, Segment};
@@ -180,15 +181,7 @@ impl World {
     /// Moves bytes that nobody could guess there and back, and compares them as the aperture's owner has them.
     pub(crate) fn verify(&self, len: u64) -> Result<()> {
         let aperture = &self.apertures[0];
-        let mut state = len | 1;
-        let mut noise = move || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state
-        };
-        let pattern: Vec<u8> =
-            (0..len.div_ceil(8)).flat_map(|_| noise().to_le_bytes()).take(usize::try_from(len)?).collect();
+        let pattern = Noise::new(len).bytes(usize::try_from(len)?);
         crate::rivals::memcpy(aperture.address, pattern.as_ptr() as u64, len);
         self.direct(&[self.job(len, len, Way::In)])?;
         crate::rivals::memcpy(aperture.address, vec![0; pattern.len()].as_ptr() as u64, len);

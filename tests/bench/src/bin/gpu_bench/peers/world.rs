@@ -9,6 +9,7 @@ use anyhow::{Result, ensure};
 use harness::rig::{EndpointKind, Recorder, endpoint, journal_words};
 use harness::{DriverOptions, InProcessDriver, Rig};
 use hw_cuda::{Gpu, Settings, Slice};
+use hw_engine::conformance::Noise;
 use hw_engine::{EndpointSpec, Fleet};
 use hw_host::HostMemory;
 use iommu_addr::{ApertureOffset, EndpointId, Location};
@@ -107,15 +108,7 @@ impl World {
 
     /// Moves bytes that nobody could guess from one GPU to the other. They are written and read on each GPU's own side.
     pub(crate) fn verify(&self, from: usize, len: u64) -> Result<()> {
-        let mut state = len.wrapping_mul(2) | 1;
-        let mut noise = move || {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state
-        };
-        let words = (0..len.div_ceil(8)).flat_map(|_| noise().to_le_bytes());
-        let pattern: Vec<u8> = words.take(usize::try_from(len)?).collect();
+        let pattern = Noise::new(len).bytes(usize::try_from(len)?);
         let job = Job { from, len, count: 1, half: self.half };
         let (source, destination) = job.at(0);
         self.write(from, source, &pattern)?;
