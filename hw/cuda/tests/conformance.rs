@@ -5,24 +5,9 @@ mod common;
 
 use std::sync::Arc;
 
-use common::{Fake, file};
-use hw_cuda::{CudaEngine, Gpu, Settings, Slice};
-use hw_engine::conformance::{self, APERTURES, Parts, RAM};
-use hw_engine::{Fleet, Member, RamMap, RamRegion};
-use hw_host::{HostEngine, HostMemory};
-use iommu_addr::{Gpa, Range};
-
-/// The suite's guest memory. Each region begins at an odd page of its file, so that regions that touch lie apart in this process.
-fn ram() -> Arc<HostMemory> {
-    let memory = HostMemory::new();
-    let regions = RAM.map(|(start, len)| RamRegion {
-        gpa: Range::with_len(Gpa(start), len).unwrap(),
-        file: Arc::new(file(len + 0x5000)),
-        offset: 0x3000,
-    });
-    memory.replace(&regions).unwrap();
-    Arc::new(memory)
-}
+use common::Fake;
+use hw_cuda::{Gpu, Settings, Slice};
+use hw_engine::conformance::{self, APERTURES, Parts};
 
 /// The suite's endpoints.
 #[derive(Clone, Copy, PartialEq)]
@@ -36,23 +21,13 @@ enum Layout {
 }
 
 fn build(fake: &Fake, layout: Layout, settings: Settings) -> Parts {
-    let (memory, gpus) = (ram(), fake.gpus());
+    let gpus = fake.gpus();
     let slice = |(n, (endpoint, len)): (usize, (_, u64))| {
         let gpu: &Arc<Gpu> = if layout == Layout::Together { &gpus[0] } else { &gpus[n] };
         (endpoint, Slice::new(gpu, len).unwrap())
     };
     let count = if layout == Layout::Alone { 1 } else { 2 };
-    for (endpoint, len) in APERTURES.into_iter().skip(count) {
-        memory.add_aperture(endpoint, &file(len), len).unwrap();
-    }
-    let slices = APERTURES.into_iter().take(count).enumerate().map(slice).collect();
-    let engine = Arc::new(CudaEngine::new(slices, memory.clone(), settings, None).unwrap());
-    let member = |(endpoint, _)| Member { endpoint, engine: engine.clone(), same_function: Vec::new() };
-    let members = APERTURES.into_iter().take(count).map(member).collect();
-    let rest = Arc::new(HostEngine::new(memory.clone()));
-    let fleet = Fleet::new(members, Vec::new(), rest, memory, None).unwrap();
-    let memory = fleet.memory();
-    Parts { engine: Arc::new(fleet), memory, advance: None }
+    common::parts(APERTURES.into_iter().take(count).enumerate().map(slice).collect(), settings)
 }
 
 fn conforms(fake: Option<Fake>, layout: Layout, peers: bool, settings: Settings) -> Option<Fake> {

@@ -18,7 +18,7 @@ const MIB: usize = 1 << 20;
 macro_rules! call {
     ($fake:expr, $name:literal($($argument:expr => $type:ty),*)) => {{
         // SAFETY: that is the function's prototype.
-        let function = unsafe { $fake.library().get::<unsafe extern "C" fn($($type),*) -> c_uint>($name) }.unwrap();
+        let function = unsafe { $fake.loaded().get::<unsafe extern "C" fn($($type),*) -> c_uint>($name) }.unwrap();
         // SAFETY: what is passed lives as long as the call, and longer where the driver keeps it.
         unsafe { function($($argument),*) }
     }};

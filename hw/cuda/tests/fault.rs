@@ -3,17 +3,18 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod common;
+
 use std::ffi::{c_char, c_uint, c_void};
-use std::fs::File;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use common::{endpoint, file, own, transfer};
 use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
-use hw_engine::{DmaEngine, EngineError, Finished, JobId, Route, Segments, Submit, Transfer, Work};
+use hw_engine::{DmaEngine, EngineError, Submit};
 use hw_host::HostMemory;
-use iommu_addr::{ApertureOffset, DomainId, EndpointId, Location, Segment};
 use libloading::Library;
 
 const NAME: &str = "a_kernel_that_faults_is_one_process_s_trouble";
@@ -28,24 +29,15 @@ fn engine(driver: &Arc<Driver>) -> CudaEngine {
     let first = driver.gpus().unwrap().first().unwrap().address.clone();
     let slice = Slice::new(&Gpu::open(driver, &first).unwrap(), LEN).unwrap();
     let memory = Arc::new(HostMemory::new());
-    let file = File::from(rustix::fs::memfd_create("fault", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
-    file.set_len(LEN).unwrap();
-    memory.add_aperture(EndpointId::local(1), &file, LEN).unwrap();
-    CudaEngine::new(vec![(EndpointId::local(0), slice)], memory, Settings::default(), None).unwrap()
+    memory.add_aperture(endpoint(1), &file(LEN), LEN).unwrap();
+    CudaEngine::new(vec![(endpoint(0), slice)], memory, Settings::default(), None).unwrap()
 }
 
 /// One copy out of the slice, and how it ended.
 fn copy(engine: &CudaEngine, job: u64) -> Result<(), EngineError> {
-    let all = |endpoint| {
-        let at = Location::Aperture { endpoint: EndpointId::local(endpoint), offset: ApertureOffset(0) };
-        Segments::from_iter([Segment { at, len: LEN }])
-    };
-    let work = Work::Copy { src: all(0), dst: all(1), route: Route::Direct };
-    let transfer = Transfer { job: JobId(job), domain: DomainId(1), initiator: EndpointId::local(0), work };
-    match engine.submit(&transfer)? {
-        Submit::Executed(Finished { result, .. }) => return result,
-        Submit::Submitted => engine.doorbell(),
-    }
+    let work = common::copy(own(1, 0), own(0, 0), LEN);
+    assert_eq!(engine.submit(&transfer(job, 0, work))?, Submit::Submitted);
+    engine.doorbell();
     let (start, mut ended) = (Instant::now(), Vec::new());
     while ended.is_empty() {
         engine.poll(&mut ended);
@@ -114,10 +106,7 @@ fn a_kernel_that_faults_is_one_process_s_trouble() {
     if std::env::var_os(CHILD).is_some() {
         return child();
     }
-    let driver = match Driver::load() {
-        Ok(driver) => driver,
-        Err(error) => return println!("SKIP: {error}"),
-    };
+    let Some(driver) = common::real() else { return };
     let engine = engine(&driver);
     assert_eq!(copy(&engine, 1), Ok(()));
     for _ in 0..2 {

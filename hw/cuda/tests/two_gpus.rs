@@ -3,32 +3,25 @@
 
 mod common;
 
-use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{copy, endpoint, ends_of, own, transfer};
-use hw_cuda::{CudaEngine, Driver, Gpu, Nvml, Settings, Slice};
-use hw_engine::conformance::{self, APERTURES, Parts, RAM};
+use common::{copy, endpoint, ends_of, fleet, own, transfer};
+use hw_cuda::{CudaEngine, Gpu, Nvml, Settings, Slice};
+use hw_engine::conformance::{self, APERTURES, Noise};
 use hw_engine::proof::{Pair, Prover};
-use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, Fleet, Member, Owner, RamMap, RamRegion, Submit};
-use hw_host::{HostEngine, HostMemory};
-use iommu_addr::{EndpointId, Gpa, Range};
+use hw_engine::{DmaEngine, EndpointKind, EndpointSpec, Owner, Submit};
+use hw_host::HostMemory;
+use iommu_addr::EndpointId;
 
 const MIB: u64 = 1 << 20;
 
 /// Two GPUs that reach each other, if there are.
 fn gpus() -> Option<[Arc<Gpu>; 2]> {
-    let driver = match Driver::load() {
-        Ok(driver) => driver,
-        Err(error) => {
-            println!("SKIP: {error}");
-            return None;
-        }
-    };
+    let driver = common::real()?;
     let found = driver.gpus().unwrap();
     let [one, other, ..] = found.as_slice() else {
         println!("SKIP: this machine has fewer than two GPUs");
@@ -42,35 +35,15 @@ fn gpus() -> Option<[Arc<Gpu>; 2]> {
     None
 }
 
-/// Of memory: the kernel pins no pages of a disk's files for good.
-fn file(len: u64) -> File {
-    let file = File::from(rustix::fs::memfd_create("gpus", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
-    file.set_len(len).unwrap();
-    file
-}
-
 /// An engine over a slice of each GPU, the first of which are endpoints 0 and 1.
 fn engine(gpus: &[Arc<Gpu>; 2], slices: [(EndpointId, u64); 2], memory: &Arc<HostMemory>) -> Arc<CudaEngine> {
     let made = gpus.iter().zip(slices).map(|(gpu, (id, len))| (id, Slice::new(gpu, len).unwrap())).collect();
     Arc::new(CudaEngine::new(made, memory.clone(), Settings::default(), None).unwrap())
 }
 
-fn fleet(engine: &Arc<CudaEngine>, ids: [EndpointId; 2], memory: &Arc<HostMemory>) -> Fleet {
-    let member = |endpoint| Member { endpoint, engine: engine.clone() as Arc<dyn Owner>, same_function: Vec::new() };
-    let rest = Arc::new(HostEngine::new(memory.clone()));
-    Fleet::new(ids.map(member).into(), Vec::new(), rest, memory.clone(), None).unwrap()
-}
-
 /// Bytes that tell where they are from, and nobody could guess.
 fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed | 1 << 40;
-    let words = std::iter::repeat_with(|| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state.to_le_bytes()
-    });
-    words.flatten().take(len).collect()
+    Noise::new(seed).bytes(len)
 }
 
 fn read(engine: &CudaEngine, endpoint: usize, offset: u64, len: usize) -> Vec<u8> {
@@ -83,20 +56,8 @@ fn read(engine: &CudaEngine, endpoint: usize, offset: u64, len: usize) -> Vec<u8
 fn slices_of_two_gpus_conform() {
     let Some(gpus) = gpus() else { return };
     conformance::run(&|| {
-        let memory = Arc::new(HostMemory::new());
-        let regions = RAM.map(|(start, len)| RamRegion {
-            gpa: Range::with_len(Gpa(start), len).unwrap(),
-            file: Arc::new(file(len)),
-            offset: 0,
-        });
-        memory.replace(&regions).unwrap();
-        for (endpoint, len) in &APERTURES[2..] {
-            memory.add_aperture(*endpoint, &file(*len), *len).unwrap();
-        }
-        let own = [APERTURES[0], APERTURES[1]];
-        let fleet = fleet(&engine(&gpus, own, &memory), own.map(|(id, _)| id), &memory);
-        let memory = fleet.memory();
-        Parts { engine: Arc::new(fleet), memory, advance: None }
+        let own = gpus.iter().zip(APERTURES).map(|(gpu, (id, len))| (id, Slice::new(gpu, len).unwrap()));
+        common::parts(own.collect(), Settings::default())
     });
 }
 
@@ -164,7 +125,7 @@ fn another_process_writes_from_one_gpu_into_the_others_memory() {
 fn two_gpus_are_proved_to_be_peers() {
     let Some(gpus) = gpus() else { return };
     let (memory, ids) = (Arc::new(HostMemory::new()), [endpoint(0), endpoint(1)]);
-    let fleet = fleet(&engine(&gpus, ids.map(|id| (id, 2 * MIB)), &memory), ids, &memory);
+    let fleet = fleet(&engine(&gpus, ids.map(|id| (id, 2 * MIB)), &memory), &ids, &memory);
     let specs = ids.map(|id| EndpointSpec {
         id,
         kind: EndpointKind::Gpu,

@@ -11,12 +11,13 @@ mod model;
 #[cfg(test)]
 mod tests;
 
+use std::fs::File;
 use std::sync::Arc;
 use std::time::Duration;
 
-use iommu_addr::EndpointId;
+use iommu_addr::{EndpointId, Gpa, Range};
 
-use crate::{DmaEngine, Memory};
+use crate::{DmaEngine, Memory, RamRegion};
 
 pub use model::{FlatMemory, Noise};
 
@@ -25,6 +26,15 @@ pub const RAM: [(u64, u64); 3] = [(0x1000, 0x18000), (0x19000, 0x18000), (0x10_0
 
 /// Endpoints that a rig provides, as (id, memory length). Each may be an initiator; none has registers at these offsets.
 pub const APERTURES: [(EndpointId, u64); 2] = [(EndpointId::local(0), 0x30000), (EndpointId::local(1), 0x28000)];
+
+/// [`RAM`] in files that `file` makes of a length. Each region begins at an odd page of its file, so that regions that touch lie apart in this process.
+pub fn ram_regions(file: impl Fn(u64) -> File) -> Vec<RamRegion> {
+    let region = |(start, len)| {
+        let gpa = Range::with_len(Gpa(start), len).expect("inside the address space");
+        RamRegion { gpa, file: Arc::new(file(len + 0x5000)), offset: 0x3000 }
+    };
+    RAM.into_iter().map(region).collect()
+}
 
 /// What a case works with.
 pub struct Parts {

@@ -4,10 +4,9 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use hw_engine::conformance::{self, APERTURES, Parts, RAM};
-use hw_engine::{RamMap, RamRegion};
+use hw_engine::RamMap;
+use hw_engine::conformance::{self, APERTURES, Parts};
 use hw_host::{DeviceArea, HostEngine, HostMemory};
-use iommu_addr::{Gpa, Range};
 
 fn file(len: u64) -> File {
     let file = tempfile::tempfile().unwrap();
@@ -28,13 +27,7 @@ fn memory(of_devices: bool) -> HostMemory {
             memory.add_aperture(endpoint, file, len).unwrap();
         }
     }
-    // Each region begins at an odd page of its file, so that regions that touch lie apart in this process.
-    let regions = RAM.map(|(start, len)| RamRegion {
-        gpa: Range::with_len(Gpa(start), len).unwrap(),
-        file: Arc::new(file(len + 0x5000)),
-        offset: 0x3000,
-    });
-    memory.replace(&regions).unwrap();
+    memory.replace(&conformance::ram_regions(file)).unwrap();
     memory
 }
 

@@ -12,8 +12,9 @@ use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
-use hw_engine::{DmaEngine, Finished, JobId, RamMap, RamRegion, Route, Submit, Transfer, Work};
-use hw_host::HostMemory;
+use hw_engine::conformance::{APERTURES, Parts, ram_regions};
+use hw_engine::{DmaEngine, Finished, Fleet, JobId, Member, RamMap, RamRegion, Route, Submit, Transfer, Work};
+use hw_host::{HostEngine, HostMemory};
 use iommu_addr::{ApertureOffset, DomainId, EndpointId, Gpa, Location, Range, Segment};
 use libloading::Library;
 use tempfile::TempPath;
@@ -23,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A library of a test's own: it shares nothing with that of another test.
 pub struct Fake {
-    library: Library,
+    loaded: Library,
     path: TempPath,
 }
 
@@ -50,7 +51,7 @@ impl Fake {
         std::fs::copy(built, &path).unwrap();
         // SAFETY: the library does nothing when it is loaded but read the environment.
         let library = unsafe { Library::new(&*path) }.unwrap();
-        Some(Self { library, path })
+        Some(Self { loaded: library, path })
     }
 
     /// Where it is, for [`hw_cuda`] to load it: what is set here is set there.
@@ -58,14 +59,14 @@ impl Fake {
         &self.path
     }
 
-    pub fn library(&self) -> &Library {
-        &self.library
+    pub fn loaded(&self) -> &Library {
+        &self.loaded
     }
 
     pub fn set(&self, name: &str, value: i64) {
         let name_of = CString::new(name).unwrap();
         // SAFETY: that is the function's prototype.
-        let set = unsafe { self.library.get::<unsafe extern "C" fn(*const c_char, c_long) -> c_int>("fake_set") };
+        let set = unsafe { self.loaded.get::<unsafe extern "C" fn(*const c_char, c_long) -> c_int>("fake_set") };
         // SAFETY: it reads a string.
         let answer = unsafe { set.unwrap()(name_of.as_ptr(), value) };
         assert_eq!(answer, 0, "there is a number {name}");
@@ -74,7 +75,7 @@ impl Fake {
     pub fn get(&self, name: &str) -> i64 {
         let name_of = CString::new(name).unwrap();
         // SAFETY: that is the function's prototype.
-        let get = unsafe { self.library.get::<unsafe extern "C" fn(*const c_char) -> c_long>("fake_get") };
+        let get = unsafe { self.loaded.get::<unsafe extern "C" fn(*const c_char) -> c_long>("fake_get") };
         // SAFETY: it reads a string.
         let value = unsafe { get.unwrap()(name_of.as_ptr()) };
         assert_ne!(value, -1000, "there is a number {name}");
@@ -119,10 +120,37 @@ pub fn until(what: &str, is_so: impl Fn() -> bool) {
     }
 }
 
+/// The driver of this machine; `None`, which is said, where there is none.
+pub fn real() -> Option<Arc<Driver>> {
+    Driver::load().inspect_err(|error| println!("SKIP: {error}")).ok()
+}
+
+/// Of memory: the kernel pins no pages of a disk's files for good.
 pub fn file(len: u64) -> File {
-    let file = tempfile::tempfile().unwrap();
+    let file = File::from(rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
     file.set_len(len).unwrap();
     file
+}
+
+/// The conformance suite's world: those of its endpoints that have no slice are apertures of other owners.
+pub fn parts(slices: Vec<(EndpointId, Slice)>, settings: Settings) -> Parts {
+    let memory = Arc::new(HostMemory::new());
+    memory.replace(&ram_regions(file)).unwrap();
+    let ids: Vec<_> = slices.iter().map(|(id, _)| *id).collect();
+    for (endpoint, len) in APERTURES.into_iter().filter(|(id, _)| !ids.contains(id)) {
+        memory.add_aperture(endpoint, &file(len), len).unwrap();
+    }
+    let engine = Arc::new(CudaEngine::new(slices, memory.clone(), settings, None).unwrap());
+    let fleet = fleet(&engine, &ids, &memory);
+    let memory = fleet.memory();
+    Parts { engine: Arc::new(fleet), memory, advance: None }
+}
+
+/// An engine's endpoints, and the processor for everything else.
+pub fn fleet(engine: &Arc<CudaEngine>, ids: &[EndpointId], memory: &Arc<HostMemory>) -> Fleet {
+    let member = |id: &EndpointId| Member { endpoint: *id, engine: engine.clone(), same_function: Vec::new() };
+    let rest = Arc::new(HostEngine::new(memory.clone()));
+    Fleet::new(ids.iter().map(member).collect(), Vec::new(), rest, memory.clone(), None).unwrap()
 }
 
 /// Guest memory of these lengths at these addresses, each in a file of its own.

@@ -5,11 +5,11 @@
 use std::fs::File;
 use std::sync::Arc;
 
-use hw_engine::conformance::RAM;
-use hw_engine::{Memory, MemoryError, Owner, Place, RamMap, RamRegion};
+use hw_engine::conformance::ram_regions;
+use hw_engine::{Memory, MemoryError, Owner, Place, RamMap};
 use hw_host::HostMemory;
 use hw_vfio::VfioEngine;
-use iommu_addr::{EndpointId, Gpa, Location, Range};
+use iommu_addr::{EndpointId, Location};
 
 pub fn file(len: u64) -> File {
     let file = tempfile::tempfile().unwrap();
@@ -20,13 +20,7 @@ pub fn file(len: u64) -> File {
 /// The suite's guest memory, and no endpoint's.
 pub fn ram() -> Arc<HostMemory> {
     let memory = HostMemory::new();
-    // Each region begins at an odd page of its file, so that regions that touch lie apart in this process.
-    let regions = RAM.map(|(start, len)| RamRegion {
-        gpa: Range::with_len(Gpa(start), len).unwrap(),
-        file: Arc::new(file(len + 0x5000)),
-        offset: 0x3000,
-    });
-    memory.replace(&regions).unwrap();
+    memory.replace(&ram_regions(file)).unwrap();
     Arc::new(memory)
 }
 
