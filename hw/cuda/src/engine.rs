@@ -32,6 +32,7 @@ use crate::ways::{LANES, LINE, Ways};
 const MAX_TRANSFER: u64 = 256 << 20;
 /// Transfers under way.
 const DEPTH: usize = 1024;
+
 /// How an engine works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {

@@ -7,7 +7,7 @@
 //! Not here: which lane a transfer takes.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
@@ -90,16 +90,13 @@ pub(crate) struct Lane {
     state: Mutex<State>,
     /// Runs that are pending or being made, for a look without the lock.
     busy: AtomicUsize,
-    /// One is being made.
-    has_run: AtomicBool,
 }
 
 impl Lane {
     pub(crate) fn new(gpu: &Arc<Gpu>, words: &Arc<Pinned>, index: usize, speed: u64) -> Result<Self, CudaError> {
         let state = State { issued: 0, pending: VecDeque::new(), free_at: Instant::now(), run: Vec::new() };
         let (stream, words, state) = (Stream::new(gpu)?, Arc::clone(words), Mutex::new(state));
-        let (busy, has_run) = (AtomicUsize::new(0), AtomicBool::new(false));
-        Ok(Self { stream, words, index, speed, state, busy, has_run })
+        Ok(Self { stream, words, index, speed, state, busy: AtomicUsize::new(0) })
     }
 
     /// How many runs of copies are pending.
@@ -123,16 +120,16 @@ impl Lane {
         let state = &mut *self.lock();
         // SAFETY: as the caller promises; the ride keeps it until the stream has passed it.
         unsafe { self.load(&mut ride, load) };
-        state.run.push(ride);
-        if !self.has_run.swap(true, Ordering::AcqRel) {
+        if state.run.is_empty() {
             self.busy.fetch_add(1, Ordering::AcqRel);
         }
+        state.run.push(ride);
         if self.time(&state.run) < LONG { Ok(()) } else { self.seal_run(state) }
     }
 
     /// Has the stream say when what was begun has ended, at once or when it has passed what is before that. An error is one of the whole context.
     pub(crate) fn doorbell(&self) -> Result<(), CudaError> {
-        if !self.has_run.load(Ordering::Acquire) {
+        if self.busy() == 0 {
             return Ok(());
         }
         let state = &mut *self.lock();
@@ -147,11 +144,10 @@ impl Lane {
     }
 
     fn seal_run(&self, state: &mut State) -> Result<(), CudaError> {
-        let run = std::mem::take(&mut state.run);
-        if !self.has_run.swap(false, Ordering::AcqRel) {
+        if state.run.is_empty() {
             return Ok(());
         }
-        self.busy.fetch_sub(1, Ordering::AcqRel);
+        let run = std::mem::take(&mut state.run);
         self.seal(state, run)
     }
 
@@ -176,6 +172,7 @@ impl Lane {
             }
             rides.push(ride);
         }
+        self.busy.fetch_add(1, Ordering::AcqRel);
         self.seal(state, rides)
     }
 
@@ -213,7 +210,6 @@ impl Lane {
     fn seal(&self, state: &mut State, rides: Vec<Ride>) -> Result<(), CudaError> {
         state.free_at = state.free_at.max(Instant::now()) + self.time(&rides);
         state.issued = state.issued.wrapping_add(1);
-        self.busy.fetch_add(1, Ordering::AcqRel);
         state.pending.push_back(Entry { ticket: state.issued, rides, due: state.free_at + LATENCY });
         // SAFETY: the words are registered, and the lane holds them until the stream has gone.
         unsafe { self.stream.write(self.word(), state.issued) }
@@ -246,7 +242,6 @@ impl Lane {
             yield_now();
         }
         self.busy.store(0, Ordering::Release);
-        self.has_run.store(false, Ordering::Release);
         let rides = state.pending.drain(..).flat_map(|entry| entry.rides).chain(state.run.drain(..));
         out.extend(rides.map(|ride| ride.lost(error)));
     }
