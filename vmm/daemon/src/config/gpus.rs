@@ -12,7 +12,7 @@ use super::typed::{Typed, TypedGpu};
 use super::{Checked, DeviceConfig, Meaning};
 
 /// Granule of memory that a GPU's driver gives away.
-pub(super) const GRANULE: u64 = 2 << 20;
+pub(super) const GRANULE: u64 = hw_cuda::Slice::GRANULE;
 
 impl Meaning<'_> {
     pub(super) fn gpu(self, typed: &TypedGpu) -> Checked<Gpu> {
