@@ -84,7 +84,7 @@ impl World {
             mapped.push((address, len));
             specs.push(spec);
         }
-        let (device_of, ram, engine) = serve(vec![slice], specs, memory, settings)?;
+        let (device_of, ram, engine) = serve(vec![slice], specs, memory, settings, 1)?;
         let serve = vmm_vhost_user::Options { journal: Some(journal_words()), ..vmm_vhost_user::Options::default() };
         let recorder = Arc::new(Recorder::default());
         let rig = Rig::over(device_of, ram, recorder, serve)?;
@@ -125,7 +125,7 @@ impl World {
         let most = jobs.iter().map(|job| job.count).max().unwrap_or(0);
         let all = (0..most).flat_map(|n| jobs.iter().filter(move |job| n < job.count).map(move |job| (n, job)));
         let work: Vec<Work> = all.enumerate().map(|(index, (n, job))| self.copy(index as u64, n, job)).collect();
-        drive(&*self.channel, &work)
+        drive(&*self.channel, &[&work])
     }
 
     /// Has the device copy eight bytes within an aperture, which the processor does at once: what the way through the device takes by itself.
@@ -134,7 +134,7 @@ impl World {
         let mut work = self.copy(0, 0, &self.job(8, 8, Way::Out));
         (work.source, work.destination) = (aperture.iova, aperture.iova + 4096);
         work.initiator = aperture.endpoint;
-        drive(&*self.channel, &[work])
+        drive(&*self.channel, &[&[work]])
     }
 
     /// Has the engine make one transfer, without a device in front of it, which must be idle.
@@ -196,17 +196,28 @@ impl World {
 /// A device, whom to tell of memory, and what carries its transfers out.
 pub(crate) type Served = (Arc<Device>, Arc<dyn RamMap>, Arc<Fleet>);
 
-/// Has a device carry out work, and waits until all of it has ended well and directly.
-pub(crate) fn drive(channel: &dyn Channel, work: &[Work]) -> Result<Duration> {
+/// What a queue has to carry out, and how far it is.
+struct Lot<'a> {
+    work: &'a [Work],
+    sent: usize,
+    done: usize,
+}
+
+/// Has a device carry out work, the first list through its first queue, and so on, and waits until all of it has ended well and directly. The cookies of a
+/// list are those of its number, counted in steps of as many lists as there are.
+pub(crate) fn drive(channel: &dyn Channel, lists: &[&[Work]]) -> Result<Duration> {
     let start = Instant::now();
-    let (mut sent, mut done) = (0, 0);
-    let mut ended = vec![Completion::default(); usize::try_from(DEPTH)?];
-    while done < work.len() {
-        let room = usize::try_from(DEPTH)? - (sent - done);
-        let next = &work[sent..(sent + room).min(work.len())];
-        if !next.is_empty() {
-            match channel.submit(0, next) {
-                Ok(taken) => sent += taken,
+    let mut lots: Vec<_> = lists.iter().map(|work| Lot { work, sent: 0, done: 0 }).collect();
+    let mut ended = vec![Completion::default(); usize::try_from(DEPTH)? * lots.len()];
+    while lots.iter().any(|lot| lot.done < lot.work.len()) {
+        for (queue, lot) in (0..).zip(&mut lots) {
+            let room = usize::try_from(DEPTH)? - (lot.sent - lot.done);
+            let next = &lot.work[lot.sent..(lot.sent + room).min(lot.work.len())];
+            if next.is_empty() {
+                continue;
+            }
+            match channel.submit(queue, next) {
+                Ok(taken) => lot.sent += taken,
                 Err(Error::Refused { status: Status::Busy, .. }) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -218,8 +229,9 @@ pub(crate) fn drive(channel: &dyn Channel, work: &[Work]) -> Result<Duration> {
             ensure!(status == Some(Status::Ok), "A copy ended with {status:?}");
             let is_at_once = matches!(path, Some(TransferPath::Direct | TransferPath::Local));
             ensure!(is_at_once, "A copy went {path:?}");
+            let queue = usize::try_from(completion.cookie % lists.len() as u64)?;
+            lots[queue].done += 1;
         }
-        done += count;
     }
     Ok(start.elapsed())
 }
@@ -230,6 +242,7 @@ pub(crate) fn serve(
     endpoints: Vec<EndpointSpec>,
     memory: Arc<HostMemory>,
     settings: Settings,
+    submit_queues: u16,
 ) -> Result<Served> {
     let slices: Vec<_> = (0..).map(EndpointId::local).zip(slices).collect();
     let ids: Vec<_> = slices.iter().map(|(id, _)| *id).collect();
@@ -244,7 +257,7 @@ pub(crate) fn serve(
         limits: Limits::default(),
         reach: Reach::all(),
         session: 1,
-        submit_queues: 1,
+        submit_queues,
     };
     let device = Device::new(spec, fleet.clone(), memory.clone(), Arc::new(Recorder::default()) as Arc<dyn Observer>)?;
     Ok((device, memory, fleet))

@@ -60,7 +60,8 @@ impl World {
         let len = (2 * half).next_multiple_of(Slice::GRANULE);
         let slices = gpus.iter().map(|gpu| Ok(Slice::new(gpu, len)?)).collect::<Result<Vec<_>>>()?;
         let spec = |id| EndpointSpec { granularity: Slice::GRANULE, ..endpoint(id, EndpointKind::Gpu, len) };
-        let (device, ram, engine) = serve(slices, vec![spec(0), spec(1)], Arc::new(HostMemory::new()), settings)?;
+        let memory = Arc::new(HostMemory::new());
+        let (device, ram, engine) = serve(slices, vec![spec(0), spec(1)], memory, settings, 2)?;
         let options = vmm_vhost_user::Options { journal: Some(journal_words()), ..Default::default() };
         let rig = Rig::over(device, ram, Arc::new(Recorder::default()), options)?;
         let options = DriverOptions { polling: true, ram: 16 << 20, ..DriverOptions::default() };
@@ -88,7 +89,7 @@ impl World {
         let (source, destination) = job.at(number);
         Work {
             opcode: uapi::WORK_COPY,
-            stream: u32::try_from(index % STREAMS).unwrap_or(0),
+            stream: u32::try_from(job.from as u64 * STREAMS + index % STREAMS).unwrap_or(0),
             initiator: from.endpoint,
             cookie: index,
             source: from.iova + source,
@@ -98,12 +99,14 @@ impl World {
         }
     }
 
-    /// Has the device make the transfers, of all jobs in turns, and waits until all have ended.
+    /// Has the device make the transfers, of each job through a queue of its own, and waits until all have ended.
     pub(crate) fn direct(&self, jobs: &[Job]) -> Result<Duration> {
-        let most = jobs.iter().map(|job| job.count).max().unwrap_or(0);
-        let all = (0..most).flat_map(|n| jobs.iter().filter(move |job| n < job.count).map(move |job| (n, *job)));
-        let work: Vec<Work> = (0..).zip(all).map(|(index, (n, job))| self.work(index, job, n)).collect();
-        drive(&*self.channel, &work)
+        let queues = jobs.len() as u64;
+        let list = |(queue, job): (u64, &Job)| -> Vec<Work> {
+            (0..job.count).map(|n| Work { cookie: n * queues + queue, ..self.work(n, *job, n) }).collect()
+        };
+        let lists: Vec<_> = (0..).zip(jobs).map(list).collect();
+        drive(&*self.channel, &lists.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
 
     /// Moves bytes that nobody could guess from one GPU to the other. They are written and read on each GPU's own side.
