@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use hw_cuda::{Driver, Gpu, Nvml, Settings};
+use hw_cuda::{Driver, Gpu, Nvml, Settings, Slice};
 
 use crate::report::{Row, Run, gb_per_s};
 use crate::rivals::Shape;
@@ -46,7 +46,7 @@ struct All {
 enum Who {
     Direct,
     Sleep,
-    Bare { streams: usize },
+    Bare { streams: usize, apart: bool },
     Driver,
     Fair(Shape),
 }
@@ -64,7 +64,9 @@ impl Who {
 
     fn how(self) -> String {
         match self {
-            Self::Bare { streams } => format!("{streams} streams a way"),
+            Self::Bare { streams, apart } => {
+                format!("{streams} streams a way, {}", if apart { "a thread each way" } else { "one thread" })
+            }
             Self::Fair(shape) => format!("{} threads, pieces of {} KiB", shape.threads, shape.piece >> 10),
             _ => String::new(),
         }
@@ -80,7 +82,8 @@ impl All {
         match who {
             Who::Direct => self.spin.direct(jobs),
             Who::Sleep => self.sleep.direct(jobs),
-            Who::Bare { streams } => self.bare.copy(jobs, streams),
+            Who::Bare { streams, apart: false } => self.bare.copy(jobs, streams),
+            Who::Bare { streams, apart: true } => self.bare.copy_apart(jobs, streams),
             Who::Driver => self.driver.copy(jobs, 1),
             Who::Fair(shape) => fair(&self.bare, &self.buffers, shape, jobs),
         }
@@ -114,7 +117,9 @@ impl All {
             }
             best.map(|(_, who)| who).context("Nobody copies")
         };
-        let bare = fastest(vec![Who::Bare { streams: 1 }, Who::Bare { streams: 2 }])?;
+        let ways = jobs(Who::Direct).len();
+        let shapes = [(1, false), (2, false), (1, true), (2, true)].map(|(streams, apart)| Who::Bare { streams, apart });
+        let bare = fastest(shapes[..2 * ways].to_vec())?;
         let fair = fastest(Shape::all(len, self.buffers.threads).into_iter().map(Who::Fair).collect())?;
         Ok([Who::Direct, Who::Sleep, bare, Who::Driver, fair])
     }
@@ -133,6 +138,7 @@ pub(crate) fn measure(which: Option<&str>, most: u64, samples: usize, base: Sett
         machine: machine(&gpus)?,
         rows: Vec::new(),
     };
+    let most = most.next_multiple_of(Slice::GRANULE);
     for take in [Take::Right, Take::Buffer] {
         let world = World::new(&gpus, most, base)?;
         let (made, refused) = revoke(&world, most, take)?;

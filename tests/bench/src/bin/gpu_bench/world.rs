@@ -125,7 +125,7 @@ impl World {
         let most = jobs.iter().map(|job| job.count).max().unwrap_or(0);
         let all = (0..most).flat_map(|n| jobs.iter().filter(move |job| n < job.count).map(move |job| (n, job)));
         let work: Vec<Work> = all.enumerate().map(|(index, (n, job))| self.copy(index as u64, n, job)).collect();
-        drive(&*self.channel, &[&work])
+        drive(vec![Lot::new(&*self.channel, 0, work)])
     }
 
     /// Has the device copy eight bytes within an aperture, which the processor does at once: what the way through the device takes by itself.
@@ -134,7 +134,7 @@ impl World {
         let mut work = self.copy(0, 0, &self.job(8, 8, Way::Out));
         (work.source, work.destination) = (aperture.iova, aperture.iova + 4096);
         work.initiator = aperture.endpoint;
-        drive(&*self.channel, &[&[work]])
+        drive(vec![Lot::new(&*self.channel, 0, vec![work])])
     }
 
     /// Has the engine make one transfer, without a device in front of it, which must be idle.
@@ -196,42 +196,67 @@ impl World {
 /// A device, whom to tell of memory, and what carries its transfers out.
 pub(crate) type Served = (Arc<Device>, Arc<dyn RamMap>, Arc<Fleet>);
 
-/// What a queue has to carry out, and how far it is.
-struct Lot<'a> {
-    work: &'a [Work],
+/// What a channel has a queue carry out, and how far it is.
+pub(crate) struct Lot<'a> {
+    channel: &'a dyn Channel,
+    queue: u32,
+    work: Vec<Work>,
     sent: usize,
     done: usize,
 }
 
-/// Has a device carry out work, the first list through its first queue, and so on, and waits until all of it has ended well and directly. The cookies of a
-/// list are those of its number, counted in steps of as many lists as there are.
-pub(crate) fn drive(channel: &dyn Channel, lists: &[&[Work]]) -> Result<Duration> {
-    let start = Instant::now();
-    let mut lots: Vec<_> = lists.iter().map(|work| Lot { work, sent: 0, done: 0 }).collect();
-    let mut ended = vec![Completion::default(); usize::try_from(DEPTH)? * lots.len()];
-    while lots.iter().any(|lot| lot.done < lot.work.len()) {
-        for (queue, lot) in (0..).zip(&mut lots) {
-            let room = usize::try_from(DEPTH)? - (lot.sent - lot.done);
-            let next = &lot.work[lot.sent..(lot.sent + room).min(lot.work.len())];
-            if next.is_empty() {
-                continue;
-            }
-            match channel.submit(queue, next) {
-                Ok(taken) => lot.sent += taken,
-                Err(Error::Refused { status: Status::Busy, .. }) => {}
-                Err(error) => return Err(error.into()),
-            }
+impl<'a> Lot<'a> {
+    pub(crate) fn new(channel: &'a dyn Channel, queue: u32, work: Vec<Work>) -> Self {
+        Self { channel, queue, work, sent: 0, done: 0 }
+    }
+
+    fn is_done(&self) -> bool {
+        self.done == self.work.len()
+    }
+
+    /// Submits as much as may be under way.
+    fn submit(&mut self) -> Result<()> {
+        let room = usize::try_from(DEPTH)? - (self.sent - self.done);
+        let next = &self.work[self.sent..(self.sent + room).min(self.work.len())];
+        if next.is_empty() {
+            return Ok(());
         }
-        let count = channel.completions(&mut ended, 1, Instant::now() + PATIENCE)?;
-        ensure!(count > 0, "The device completed nothing in time");
+        match self.channel.submit(self.queue, next) {
+            Ok(taken) => self.sent += taken,
+            Err(Error::Refused { status: Status::Busy, .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+
+    /// Takes what has ended, which must be well and directly; waits for some if it may.
+    fn take(&mut self, ended: &mut [Completion], may_wait: bool) -> Result<()> {
+        let count = self.channel.completions(ended, usize::from(may_wait), Instant::now() + PATIENCE)?;
+        ensure!(count > 0 || !may_wait, "The device completed nothing in time");
         for completion in &ended[..count] {
             let (status, path) = (Status::from_raw(completion.status), TransferPath::from_raw(completion.path));
             ensure!(status == Some(Status::Ok), "A copy ended with {status:?}");
             let is_at_once = matches!(path, Some(TransferPath::Direct | TransferPath::Local));
             ensure!(is_at_once, "A copy went {path:?}");
-            let queue = usize::try_from(completion.cookie % lists.len() as u64)?;
-            lots[queue].done += 1;
         }
+        self.done += count;
+        Ok(())
+    }
+}
+
+/// Has a device carry out lots of work side by side, and waits until all of it has ended well and directly.
+pub(crate) fn drive(mut lots: Vec<Lot<'_>>) -> Result<Duration> {
+    let mut ended = vec![Completion::default(); usize::try_from(DEPTH)?];
+    let may_wait = lots.len() == 1;
+    let start = Instant::now();
+    while !lots.iter().all(Lot::is_done) {
+        for lot in &mut lots {
+            lot.submit()?;
+            if !lot.is_done() {
+                lot.take(&mut ended, may_wait)?;
+            }
+        }
+        ensure!(start.elapsed() < PATIENCE, "The device is too slow");
     }
     Ok(start.elapsed())
 }

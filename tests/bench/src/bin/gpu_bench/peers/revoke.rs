@@ -37,12 +37,12 @@ struct Load {
 /// How many copies were made and how many refused, in a world that is good for nothing else afterwards.
 pub(crate) fn revoke(world: &World, half: u64, take: Take) -> Result<(usize, usize)> {
     let job = Job { from: 0, len: half / PLACES, count: 1, half };
-    let load = Load::default();
+    let (load, channel) = (Load::default(), &*world.sides[0].channel);
     std::thread::scope(|scope| -> Result<()> {
         let copies = scope.spawn(|| load.run(world, job));
         let taken = load.under_way().and_then(|()| match take {
             Take::Right => world.peer(uapi::PEER_DISABLE, 0),
-            Take::Buffer => Ok(world.channel.free(world.slices[1].handle)?),
+            Take::Buffer => Ok(channel.free(world.sides[0].to.handle)?),
         });
         let places = || (0..PLACES).map(|number| job.at(number).1);
         let marked = taken.and_then(|()| places().try_for_each(|at| world.write(1, at, &MARK)));
@@ -79,13 +79,13 @@ impl Load {
             let most = last.unwrap_or(u64::MAX).min(done + DEPTH);
             let next: Vec<Work> = (sent..most).map(|index| world.work(index, job, index % PLACES)).collect();
             if !next.is_empty() {
-                match world.channel.submit(0, &next) {
+                match world.sides[job.from].channel.submit(0, &next) {
                     Ok(taken) => sent += taken as u64,
                     Err(Error::Refused { status: Status::Busy, .. }) => {}
                     Err(error) => return Err(error.into()),
                 }
             }
-            let count = world.channel.completions(&mut ended, 1, Instant::now() + PATIENCE)?;
+            let count = world.sides[job.from].channel.completions(&mut ended, 1, Instant::now() + PATIENCE)?;
             ensure!(count > 0, "The device completed nothing in time");
             for completion in &ended[..count] {
                 let is_made = Status::from_raw(completion.status) == Some(Status::Ok);

@@ -64,11 +64,16 @@ impl Plain {
                 from.streams[stream].copy_peer((&to.cuda, to_at), (&from.cuda, from_at), job.len)?;
             }
         }
-        for side in &self.sides {
+        for side in jobs.iter().map(|job| &self.sides[job.from]) {
             side.cuda.enter()?;
             side.streams.iter().try_for_each(Stream::wait)?;
         }
         Ok(start.elapsed())
+    }
+
+    /// The same with a thread for each job.
+    pub(crate) fn copy_apart(&self, jobs: &[Job], streams: usize) -> Result<Duration> {
+        together(jobs.iter().map(|job| move || self.copy(std::slice::from_ref(job), streams).map(drop)))
     }
 }
 
@@ -139,6 +144,27 @@ impl Line {
     }
 }
 
+/// Has threads that begin at the same time do something each, and says how long all of it took. Whoever fails lets the others go on all the same.
+pub(crate) fn together<F: FnOnce() -> Result<()> + Send>(what: impl ExactSizeIterator<Item = F>) -> Result<Duration> {
+    let go = Barrier::new(what.len() + 1);
+    std::thread::scope(|scope| {
+        let body = |what: F| {
+            let go = &go;
+            move || {
+                go.wait();
+                what()
+            }
+        };
+        let threads: Vec<_> = what.map(|what| scope.spawn(body(what))).collect();
+        go.wait();
+        let start = Instant::now();
+        for thread in threads {
+            thread.join().ok().context("A thread panicked")??;
+        }
+        Ok(start.elapsed())
+    })
+}
+
 /// Through registered buffers, by the shape's threads; one is the calling thread.
 pub(crate) fn fair(plain: &Plain, buffers: &Buffers, shape: Shape, jobs: &[Job]) -> Result<Duration> {
     let lines = |thread| [0, 1].map(|from| Line::new(plain, buffers, thread, from));
@@ -149,27 +175,12 @@ pub(crate) fn fair(plain: &Plain, buffers: &Buffers, shape: Shape, jobs: &[Job])
         work(plain, shape, 0, &mut lines, jobs)?;
         return Ok(start.elapsed());
     }
-    let (ready, go) = (Barrier::new(shape.threads + 1), Barrier::new(shape.threads + 1));
-    std::thread::scope(|scope| {
-        let body = |thread| {
-            let (ready, go) = (&ready, &go);
-            move || -> Result<()> {
-                // Whoever fails lets the others go on all the same.
-                let [one, other] = lines(thread);
-                ready.wait();
-                go.wait();
-                work(plain, shape, thread, &mut [one?, other?], jobs)
-            }
-        };
-        let threads: Vec<_> = (0..shape.threads).map(|thread| scope.spawn(body(thread))).collect();
-        ready.wait();
-        let start = Instant::now();
-        go.wait();
-        for thread in threads {
-            thread.join().ok().context("A thread panicked")??;
-        }
-        Ok(start.elapsed())
-    })
+    let all = (0..shape.threads).map(|thread| {
+        let [one, other] = lines(thread);
+        Ok((thread, [one?, other?]))
+    });
+    let all: Vec<(usize, [Line; 2])> = all.collect::<Result<_>>()?;
+    together(all.into_iter().map(|(thread, mut lines)| move || work(plain, shape, thread, &mut lines, jobs)))
 }
 
 /// One thread's share of the pieces, of all jobs in turns.

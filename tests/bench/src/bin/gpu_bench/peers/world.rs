@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use harness::rig::{EndpointKind, Recorder, endpoint, journal_words};
 use harness::{DriverOptions, InProcessDriver, Rig};
 use hw_cuda::{Gpu, Settings, Slice};
@@ -16,7 +16,8 @@ use iommu_addr::{ApertureOffset, EndpointId, Location};
 use peergate_guest::uapi::{self, Alloc, Peer, Work};
 use peergate_guest::{Channel, Driver as _};
 
-use crate::world::{STREAMS, alloc, drive, serve};
+use super::rivals::together;
+use crate::world::{Lot, STREAMS, alloc, drive, serve};
 
 /// Transfers from one GPU to the other, one after another in memory: sources are in the first half of a GPU's memory, destinations in the second.
 #[derive(Clone, Copy, Debug)]
@@ -45,9 +46,16 @@ impl Job {
     }
 }
 
-pub(crate) struct World {
-    pub(crate) slices: [Alloc; 2],
+/// Who copies one way: a channel with queue, buffers and rights of its own, as a program in a guest has them.
+pub(crate) struct Side {
     pub(crate) channel: Box<dyn Channel>,
+    from: Alloc,
+    pub(crate) to: Alloc,
+}
+
+pub(crate) struct World {
+    /// By the GPU that has the source.
+    pub(crate) sides: [Side; 2],
     /// What the device hands its transfers to.
     engine: Arc<Fleet>,
     half: u64,
@@ -56,8 +64,9 @@ pub(crate) struct World {
 }
 
 impl World {
+    /// `half` is a multiple of what a GPU gives memory out in.
     pub(crate) fn new(gpus: &[Arc<Gpu>; 2], half: u64, settings: Settings) -> Result<Self> {
-        let len = (2 * half).next_multiple_of(Slice::GRANULE);
+        let len = 2 * half;
         let slices = gpus.iter().map(|gpu| Ok(Slice::new(gpu, len)?)).collect::<Result<Vec<_>>>()?;
         let spec = |id| EndpointSpec { granularity: Slice::GRANULE, ..endpoint(id, EndpointKind::Gpu, len) };
         let memory = Arc::new(HostMemory::new());
@@ -66,18 +75,24 @@ impl World {
         let rig = Rig::over(device, ram, Arc::new(Recorder::default()), options)?;
         let options = DriverOptions { polling: true, ram: 16 << 20, ..DriverOptions::default() };
         let driver = InProcessDriver::connect(&rig.socket(), options)?;
-        let channel = driver.open()?;
-        let slices = [alloc(&*channel, 0, len)?, alloc(&*channel, 1, len)?];
-        let world = Self { slices, channel, engine, half, _driver: driver, _rig: rig };
+        let channels = [driver.open()?, driver.open()?];
+        // Sources first, so that those are in the first half of each slice.
+        let from = [alloc(&*channels[0], 0, half)?, alloc(&*channels[1], 1, half)?];
+        let to = [alloc(&*channels[0], 1, half)?, alloc(&*channels[1], 0, half)?];
+        let mut sides = channels.into_iter().zip(from.into_iter().zip(to));
+        let mut side = || sides.next().map(|(channel, (from, to))| Side { channel, from, to });
+        let sides = side().zip(side()).map(<[Side; 2]>::from).context("There are two sides")?;
+        let world = Self { sides, engine, half, _driver: driver, _rig: rig };
         world.peer(uapi::PEER_ENABLE, 0)?;
         world.peer(uapi::PEER_ENABLE, 1)?;
         Ok(world)
     }
 
-    /// Enables or disables that a GPU reaches the other's slice.
-    pub(crate) fn peer(&self, op: u32, accessor: usize) -> Result<()> {
-        let (accessor, owner) = (self.slices[accessor].endpoint, self.slices[1 - accessor].endpoint);
-        let peer = self.channel.peer(Peer { op, accessor, owner, rights: uapi::READ | uapi::WRITE, ..Peer::default() });
+    /// Enables or disables that whoever has the source reaches the other's memory.
+    pub(crate) fn peer(&self, op: u32, from: usize) -> Result<()> {
+        let Side { channel, from, to } = &self.sides[from];
+        let (accessor, owner) = (from.endpoint, to.endpoint);
+        let peer = channel.peer(Peer { op, accessor, owner, rights: uapi::READ | uapi::WRITE, ..Peer::default() });
         let path = peer?.path;
         ensure!(op != uapi::PEER_ENABLE || path == uapi::PATH_DIRECT, "The GPUs do not reach each other: path {path}");
         Ok(())
@@ -85,28 +100,32 @@ impl World {
 
     /// The work that is a transfer of a job. Whose memory the source is acts.
     pub(crate) fn work(&self, index: u64, job: Job, number: u64) -> Work {
-        let (from, to) = (&self.slices[job.from], &self.slices[job.to()]);
+        let Side { from, to, .. } = &self.sides[job.from];
         let (source, destination) = job.at(number);
         Work {
             opcode: uapi::WORK_COPY,
-            stream: u32::try_from(job.from as u64 * STREAMS + index % STREAMS).unwrap_or(0),
+            stream: u32::try_from(index % STREAMS).unwrap_or(0),
             initiator: from.endpoint,
             cookie: index,
             source: from.iova + source,
-            destination: to.iova + destination,
+            destination: to.iova + destination - self.half,
             length: job.len,
             ..Work::default()
         }
     }
 
-    /// Has the device make the transfers, of each job through a queue of its own, and waits until all have ended.
+    fn lot(&self, job: Job) -> Lot<'_> {
+        let queue = u32::from(job.from == 1);
+        Lot::new(&*self.sides[job.from].channel, queue, (0..job.count).map(|n| self.work(n, job, n)).collect())
+    }
+
+    /// Has the device make the transfers, those of each job for a thread of its own if there are many, and waits until all have ended.
     pub(crate) fn direct(&self, jobs: &[Job]) -> Result<Duration> {
-        let queues = jobs.len() as u64;
-        let list = |(queue, job): (u64, &Job)| -> Vec<Work> {
-            (0..job.count).map(|n| Work { cookie: n * queues + queue, ..self.work(n, *job, n) }).collect()
-        };
-        let lists: Vec<_> = (0..).zip(jobs).map(list).collect();
-        drive(&*self.channel, &lists.iter().map(Vec::as_slice).collect::<Vec<_>>())
+        let lots: Vec<_> = jobs.iter().map(|job| self.lot(*job)).collect();
+        if lots.len() == 1 || jobs.iter().all(|job| job.count == 1) {
+            return drive(lots);
+        }
+        together(lots.into_iter().map(|lot| || drive(vec![lot]).map(drop)))
     }
 
     /// Moves bytes that nobody could guess from one GPU to the other. They are written and read on each GPU's own side.
