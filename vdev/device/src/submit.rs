@@ -48,6 +48,9 @@ pub(crate) struct Submission {
     records: Vec<Completion>,
     /// Since when there has been nothing to take; `None` while chains come.
     idle_since: Option<Instant>,
+    /// The last turn that had chains moved bytes itself. Then it takes no more of them than it can move; engines that only begin transfers have a turn take
+    /// what there is.
+    moves: bool,
 }
 
 /// One chain that was taken in this turn.
@@ -82,7 +85,7 @@ impl Run<'_> {
 impl Submission {
     pub(crate) fn new() -> Self {
         let (bytes, chains, works, records) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-        Self { turn: Turn::new(), bytes, chains, works, records, idle_since: None }
+        Self { turn: Turn::new(), bytes, chains, works, records, idle_since: None, moves: true }
     }
 }
 
@@ -97,7 +100,7 @@ impl Device {
         self.run_ready(&mut state.turn, STEPS);
         state.turn.renew();
         let may_have_more = self.take_chains(port, state);
-        let Submission { turn, chains, works, records, .. } = state;
+        let Submission { turn, chains, works, records, moves, .. } = state;
         let (mut flushed, mut moved) = (0, 0_u64);
         for next in 0..chains.len() {
             let Some(taken) = chains.get_mut(next) else { break };
@@ -112,6 +115,7 @@ impl Device {
             }
         }
         write_back(port, chains.get_mut(flushed..).unwrap_or_default(), records);
+        *moves = if chains.is_empty() { *moves } else { turn.has_spent() };
         chains.clear();
         self.settle(turn);
         let more = may_have_more || !self.ready.is_empty();
@@ -136,7 +140,8 @@ impl Device {
             let _ = queue.disable_notification(mem);
             let mut visit = Visit::new(queue, mem);
             let mut refused = 0_usize;
-            while taken < CHAINS && state.works.len().saturating_add(refused) < WORKS && bytes < BYTES {
+            let most = if state.moves { BYTES } else { u64::MAX };
+            while taken < CHAINS && state.works.len().saturating_add(refused) < WORKS && bytes < most {
                 let Some(popped) = port.pop(queue, &mut visit) else { break };
                 taken = taken.saturating_add(1);
                 let before = state.works.len();

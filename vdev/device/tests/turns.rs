@@ -129,6 +129,26 @@ fn what_an_engine_was_given_is_rung_for_before_the_turn_ends() {
 }
 
 #[test]
+fn a_turn_takes_no_more_than_it_can_move_unless_the_engine_moves_it() {
+    let mut bed = bed();
+    // How many of four chains two turns begin, each of which is as much as a turn moves.
+    let begun = |bed: &mut Bed, mode| {
+        bed.engine.set(mode);
+        (0..4).for_each(|stream| _ = bed.submit(1, &[fill(IOVA + DATA, PIECE, 0).stream(stream)]));
+        let turns = [turn(bed, 2) / PIECE, turn(bed, 2) / PIECE];
+        bed.engine.set(Mode::Inline);
+        while bed.engine.held() > 0 {
+            bed.engine.release(0);
+        }
+        bed.drain();
+        turns
+    };
+    assert_eq!(begun(&mut bed, Mode::Inline), [1, 1]);
+    assert_eq!(begun(&mut bed, Mode::Hold), [1, 3], "the first turn does not know it yet");
+    assert_eq!(begun(&mut bed, Mode::Hold), [4, 0], "now it does");
+}
+
+#[test]
 fn a_queue_that_does_not_linger_has_the_timekeeper_look_at_once() {
     let mut bed = bed();
     let wakes = Arc::new(AtomicU64::new(0));
