@@ -1,7 +1,7 @@
 //! [`CudaEngine`]: every GPU slice of one tenant, and the engines that reach them.
 //!
-//! A transfer becomes copies in one lane: those that are small are gathered until the doorbell rings, and begin together; larger ones begin at once. A lane
-//! says when it is worth looking whether something has ended, so nobody spins for that unless it was asked for. Memory of this process that no GPU has
+//! A transfer becomes copies in one lane: those that are short are gathered until there are many or the doorbell rings, and begin together; longer ones begin at
+//! once. A lane says when it is worth looking whether something has ended, so nobody spins for that unless it was asked for. Memory of this process that no GPU has
 //! reached yet is registered first, on a thread of the engine's, and so are fills with more than one byte done there.
 //!
 //! The driver's errors that stay break the context: then every transfer ends with an error, and the engine is good for nothing more. Its process has
@@ -38,7 +38,8 @@ const DEPTH: usize = 1024;
 pub struct Settings {
     /// Whoever looks after the engine looks for ends without a pause. Costs a processor while something is under way.
     pub spin: bool,
-    /// Transfers of at most so many bytes are gathered to begin together.
+    /// Transfers of at most so many bytes are small: they wait for no larger ones. Small ones are gathered to begin together, and so are those of up to 16 times
+    /// as many bytes, or 64 times, depending on what is between the places.
     pub gather: u64,
     /// Most chunks of 64 MiB of this process's memory that are registered at a time.
     pub chunks: usize,
@@ -81,7 +82,7 @@ impl CudaEngine {
             owns.push((endpoint, Own { slice, gpu }));
         }
         let words = Arc::new(Pinned::new(&gpus[0], (gpus.len() * LANES * LINE).next_multiple_of(4096))?);
-        let ways = gpus.iter().enumerate().map(|(number, gpu)| Ways::new(gpu, &words, number));
+        let ways = gpus.iter().enumerate().map(|(number, gpu)| Ways::new(gpu, &words, number, settings.gather));
         let ways = ways.collect::<Result<_, CudaError>>()?;
         let sides = gpus.iter().map(|gpu| Ok(Mutex::new(Side::new(gpu)?))).collect::<Result<_, CudaError>>()?;
         let reach = Reach::new(owns, &gpus, memory, settings.chunks.max(1))?;

@@ -24,8 +24,6 @@ use crate::registry::Registration;
 /// Copies from which one call for all of them is quicker than one for each (H200, driver 580: 8 of 4 KiB take 15 us together and 18 us one by one, 64 take 70
 /// and 122).
 const BATCH: usize = 4;
-/// Most copies of such a call.
-const MOST: usize = 256;
 /// From when on a run is long: whoever waits for the first copy of one waits no longer than that.
 const LONG: Duration = Duration::from_micros(80);
 /// What a copy takes whatever its length (as above: 4 KiB there and back take 7 us).
@@ -124,7 +122,7 @@ impl Lane {
             self.busy.fetch_add(1, Ordering::AcqRel);
         }
         state.run.push(ride);
-        if self.time(&state.run) < LONG { Ok(()) } else { self.seal_run(state) }
+        if self.is_long(bytes(&state.run)) { self.seal_run(state) } else { Ok(()) }
     }
 
     /// Has the stream say when what was begun has ended, at once or when it has passed what is before that. An error is one of the whole context.
@@ -136,9 +134,13 @@ impl Lane {
         if state.pending.is_empty() { self.seal_run(state) } else { Ok(()) }
     }
 
+    /// Whether copies of so many bytes are a long run.
+    pub(crate) fn is_long(&self, bytes: u64) -> bool {
+        self.time(bytes) >= LONG
+    }
+
     /// What copies take at the speed of this way.
-    fn time(&self, rides: &[Ride]) -> Duration {
-        let bytes: u64 = rides.iter().map(|ride| ride.bytes).sum();
+    fn time(&self, bytes: u64) -> Duration {
         let nanos = u128::from(bytes) * 1_000_000_000 / u128::from(self.speed);
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
@@ -151,18 +153,16 @@ impl Lane {
         self.seal(state, run)
     }
 
-    /// Begins rides together. An error is one of the whole context.
+    /// Begins rides together; they are a run. An error is one of the whole context.
     ///
     /// # Safety
     /// As for [`Lane::begin`], for each.
     pub(crate) unsafe fn begin_all(&self, gathered: Vec<Gathered>) -> Result<(), CudaError> {
         let state = &mut *self.lock();
         let all: Vec<Piece> = gathered.iter().flat_map(|(_, pieces)| pieces.iter().copied()).collect();
-        let together = |pieces: &[Piece]| {
-            // SAFETY: as the caller promises; the rides keep it until the stream has passed it.
-            unsafe { self.stream.copy_all(pieces) }.is_some_and(|answer| answer.is_ok())
-        };
-        let begun = all.len() >= BATCH && all.chunks(MOST).all(together);
+        // SAFETY: as the caller promises; the rides keep it until the stream has passed it.
+        let together = || unsafe { self.stream.copy_all(&all) }.is_some_and(|answer| answer.is_ok());
+        let begun = all.len() >= BATCH && together();
         let mut rides = Vec::with_capacity(gathered.len());
         for (mut ride, pieces) in gathered {
             if !begun {
@@ -208,7 +208,7 @@ impl Lane {
 
     /// Has the stream say when it has passed what was put into it.
     fn seal(&self, state: &mut State, rides: Vec<Ride>) -> Result<(), CudaError> {
-        state.free_at = state.free_at.max(Instant::now()) + self.time(&rides);
+        state.free_at = state.free_at.max(Instant::now()) + self.time(bytes(&rides));
         state.issued = state.issued.wrapping_add(1);
         state.pending.push_back(Entry { ticket: state.issued, rides, due: state.free_at + LATENCY });
         // SAFETY: the words are registered, and the lane holds them until the stream has gone.
@@ -250,6 +250,10 @@ impl Lane {
     pub(crate) fn check(&self) -> Result<(), CudaError> {
         self.stream.query().map(drop)
     }
+}
+
+fn bytes(rides: &[Ride]) -> u64 {
+    rides.iter().map(|ride| ride.bytes).sum()
 }
 
 /// What the device is told of a call that failed.

@@ -17,8 +17,6 @@ use crate::reach::{Reach, Ready, Unready, Way};
 use crate::side::Side;
 use crate::ways::Ways;
 
-/// Copies of a small transfer.
-const SMALL_PIECES: usize = 16;
 /// How often the driver is asked whether the context is still good, while something is under way.
 const CHECK: Duration = Duration::from_millis(1);
 /// Shortest pause between two looks, and the longest one for what should have ended already.
@@ -143,11 +141,8 @@ impl Shared {
         let Ready { pieces, holds, way, gpu, len } = ready;
         let (ways, way) = (&self.ways[gpu], way.unwrap_or(Way::Local));
         let ride = Ride { job, serial, bytes: len, result: Ok(()), _holds: holds };
-        if len <= self.settings.gather && pieces.len() <= SMALL_PIECES {
-            return ways.gather(way, ride, pieces);
-        }
         // SAFETY: `Reach` gave out addresses of slices that the GPU reaches, which live as long as the engine, and of what the ride holds.
-        if let Err(error) = unsafe { ways.begin(way, ride, &Load::Copies(pieces)) } {
+        if let Err(error) = unsafe { ways.begin(way, ride, Load::Copies(pieces)) } {
             self.lose(gpu, error);
         }
     }
@@ -187,7 +182,7 @@ impl Shared {
         if is_one_byte {
             let ride = Ride { job: transfer.job, serial, bytes: len, result: Ok(()), _holds: holds };
             // SAFETY: as in `begin_copy`.
-            if let Err(error) = unsafe { self.ways[gpu].begin(Way::Local, ride, &Load::Set { byte, places }) } {
+            if let Err(error) = unsafe { self.ways[gpu].begin(Way::Local, ride, Load::Set { byte, places }) } {
                 self.lose(gpu, error);
             }
             return Ok(());

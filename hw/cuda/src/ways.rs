@@ -1,7 +1,8 @@
 //! [`Ways`]: the lanes of a GPU.
 //!
 //! There are lanes of their own each way, from the GPU, to it, within it and to other GPUs, and of those for small transfers, which so wait for no large one. Each
-//! kind has two: while a stream says that it has passed a copy, which takes a microsecond or two, the other one copies on.
+//! kind has two: while a stream says that it has passed a copy, which takes a microsecond or two, the other one copies on. What is short for its way is gathered
+//! to begin together.
 //!
 //! Not here: what a transfer's addresses are.
 
@@ -25,17 +26,32 @@ pub(crate) const LANES: usize = 16;
 const LINK: u64 = 54_000_000_000;
 const MEMORY: u64 = 2_000_000_000_000;
 const PEER: u64 = 390_000_000_000;
+/// How many times as long as small ones transfers may be that are gathered, too, for others of their like. A copy takes some 2.5 us beside what its bytes take, and
+/// less if it begins together with others, so it depends on how fast a way is (H200: of 1 MiB, 205 GB/s one by one and 280 to 350 together from one GPU to
+/// another; of 256 KiB, 34 and 50 to other memory).
+const HOST_MORE: u64 = 16;
+const GPU_MORE: u64 = 64;
+/// Transfers that begin together without waiting for the doorbell: the GPU copies them while more are gathered.
+const FULL: usize = 16;
+/// Copies of a transfer that is gathered.
+const FEW: usize = 16;
 /// Bytes of a cache line, in which each lane's word is alone.
 pub(crate) const LINE: usize = 64;
 
+/// Two lanes that take turns.
+struct Pair {
+    lanes: [Lane; 2],
+    /// Transfers of at most so many bytes are gathered.
+    gathers: u64,
+    gathered: Mutex<Vec<Gathered>>,
+    /// How many those are, for a look without the lock.
+    waiting: AtomicUsize,
+}
+
 /// One way.
 struct Group {
-    small: [Lane; 2],
-    large: [Lane; 2],
-    /// What begins when the doorbell rings.
-    gathered: Mutex<Vec<Gathered>>,
-    /// How much that is, for a look without the lock.
-    waiting: AtomicUsize,
+    small: Pair,
+    large: Pair,
 }
 
 pub(crate) struct Ways {
@@ -43,31 +59,82 @@ pub(crate) struct Ways {
     groups: [Group; 4],
 }
 
-impl Group {
+impl Pair {
+    fn new(lanes: [Lane; 2], gathers: u64) -> Self {
+        Self { lanes, gathers, gathered: Mutex::default(), waiting: AtomicUsize::new(0) }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Vec<Gathered>> {
         self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lanes(&self) -> impl Iterator<Item = &Lane> {
-        self.small.iter().chain(&self.large)
+    /// The lane that has less to do.
+    fn freer(&self) -> &Lane {
+        let [one, other] = &self.lanes;
+        if other.busy() < one.busy() { other } else { one }
+    }
+
+    fn gathers(&self, ride: &Ride, pieces: &[Piece]) -> bool {
+        ride.bytes <= self.gathers && pieces.len() <= FEW
+    }
+
+    /// Begins a ride together with others: when there are many, or the doorbell rings. An error is one of the whole context.
+    ///
+    /// # Safety
+    /// As for [`Ways::begin`].
+    unsafe fn gather(&self, ride: Ride, pieces: SmallVec<[Piece; 2]>) -> Result<(), CudaError> {
+        let full = {
+            let mut gathered = self.lock();
+            gathered.push((ride, pieces));
+            let bytes = gathered.iter().map(|(ride, _)| ride.bytes).sum();
+            let is_full = gathered.len() >= FULL || self.lanes[0].is_long(bytes);
+            let full = if is_full { std::mem::take(&mut *gathered) } else { Vec::new() };
+            self.waiting.store(gathered.len(), Ordering::Release);
+            full
+        };
+        // SAFETY: as the caller promises.
+        if full.is_empty() { Ok(()) } else { unsafe { self.freer().begin_all(full) } }
+    }
+
+    /// Begins what was gathered, and has the streams say when all that has begun has ended. An error is one of the whole context.
+    ///
+    /// # Safety
+    /// As for [`Ways::begin`], for each ride that was gathered.
+    unsafe fn ring(&self) -> Result<(), CudaError> {
+        if self.waiting.load(Ordering::Acquire) > 0 {
+            let gathered = {
+                let mut gathered = self.lock();
+                self.waiting.store(0, Ordering::Release);
+                std::mem::take(&mut *gathered)
+            };
+            if !gathered.is_empty() {
+                // SAFETY: as the caller promises.
+                unsafe { self.freer().begin_all(gathered) }?;
+            }
+        }
+        self.lanes.iter().try_for_each(Lane::doorbell)
     }
 }
 
-/// The one that has less to do.
-fn freer([one, other]: &[Lane; 2]) -> &Lane {
-    if other.busy() < one.busy() { other } else { one }
+impl Group {
+    fn pairs(&self) -> impl Iterator<Item = &Pair> {
+        [&self.small, &self.large].into_iter()
+    }
 }
 
 impl Ways {
-    /// The lanes of the GPU of that number, whose words are among `words`.
-    pub(crate) fn new(gpu: &Arc<Gpu>, words: &Arc<Pinned>, number: usize) -> Result<Self, CudaError> {
+    /// The lanes of the GPU of that number, whose words are among `words`. Transfers of at most `gather` bytes are small.
+    pub(crate) fn new(gpu: &Arc<Gpu>, words: &Arc<Pinned>, number: usize, gather: u64) -> Result<Self, CudaError> {
         let lane =
             |index: usize, speed| Lane::new(gpu, words, (number * LANES + index) * LINE / size_of::<u32>(), speed);
-        let group = |first: usize, speed| {
-            let pair = |at| Ok([lane(first + at, speed)?, lane(first + at + 1, speed)?]);
-            Ok(Group { small: pair(0)?, large: pair(2)?, gathered: Mutex::default(), waiting: AtomicUsize::new(0) })
+        let pair =
+            |first: usize, speed, gathers| Ok(Pair::new([lane(first, speed)?, lane(first + 1, speed)?], gathers));
+        let group = |first: usize, speed, more| {
+            let large = gather.saturating_mul(more);
+            Ok(Group { small: pair(first, speed, gather)?, large: pair(first + 2, speed, large)? })
         };
-        let groups = [group(0, LINK)?, group(4, LINK)?, group(8, MEMORY)?, group(12, PEER)?];
+        let [out, into] = [group(0, LINK, HOST_MORE)?, group(4, LINK, HOST_MORE)?];
+        let groups = [out, into, group(8, MEMORY, GPU_MORE)?, group(12, PEER, GPU_MORE)?];
         Ok(Self { gpu: Arc::clone(gpu), groups })
     }
 
@@ -75,25 +142,26 @@ impl Ways {
         &self.gpu
     }
 
-    fn group(&self, way: Way) -> &Group {
-        &self.groups[way as usize]
+    fn pairs(&self) -> impl Iterator<Item = &Pair> {
+        self.groups.iter().flat_map(Group::pairs)
     }
 
-    /// Begins a ride at once; it ends after the doorbell has rung. An error is one of the whole context; the ride is pending then, too.
+    /// Begins a ride, at once or together with others; it ends after the doorbell has rung. An error is one of the whole context; the ride is pending then, too.
     ///
     /// # Safety
     /// What the load names is memory of GPUs that this one reaches and that live as long as the lanes, or is in the ride's holds.
-    pub(crate) unsafe fn begin(&self, way: Way, ride: Ride, load: &Load) -> Result<(), CudaError> {
-        // SAFETY: as the caller promises.
-        unsafe { freer(&self.group(way).large).begin(ride, load) }
-    }
-
-    /// Begins a ride together with others, when the doorbell rings.
-    pub(crate) fn gather(&self, way: Way, ride: Ride, pieces: SmallVec<[Piece; 2]>) {
-        let group = self.group(way);
-        let mut gathered = group.lock();
-        gathered.push((ride, pieces));
-        group.waiting.store(gathered.len(), Ordering::Release);
+    pub(crate) unsafe fn begin(&self, way: Way, ride: Ride, load: Load) -> Result<(), CudaError> {
+        let group = &self.groups[way as usize];
+        match load {
+            Load::Copies(pieces) => match group.pairs().find(|pair| pair.gathers(&ride, &pieces)) {
+                // SAFETY: as the caller promises.
+                Some(pair) => unsafe { pair.gather(ride, pieces) },
+                // SAFETY: as the caller promises.
+                None => unsafe { group.large.freer().begin(ride, &Load::Copies(pieces)) },
+            },
+            // SAFETY: as the caller promises.
+            Load::Set { .. } => unsafe { group.large.freer().begin(ride, &load) },
+        }
     }
 
     /// Begins what was gathered, and has the streams say when all that has begun has ended. An error is one of the whole context.
@@ -101,40 +169,26 @@ impl Ways {
     /// # Safety
     /// As for [`Ways::begin`], for each ride that was gathered.
     pub(crate) unsafe fn ring(&self) -> Result<(), CudaError> {
-        for group in &self.groups {
-            group.large.iter().try_for_each(Lane::doorbell)?;
-            if group.waiting.load(Ordering::Acquire) == 0 {
-                continue;
-            }
-            let gathered = {
-                let mut gathered = group.lock();
-                group.waiting.store(0, Ordering::Release);
-                std::mem::take(&mut *gathered)
-            };
-            if !gathered.is_empty() {
-                // SAFETY: as the caller promises.
-                unsafe { freer(&group.small).begin_all(gathered) }?;
-            }
-        }
-        Ok(())
+        // SAFETY: as the caller promises.
+        self.pairs().try_for_each(|pair| unsafe { pair.ring() })
     }
 
     /// Appends the rides that have ended, and says when the next one may. `None` if none is under way. An error is one of the whole context.
     pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Result<Option<Instant>, CudaError> {
-        let lanes = self.groups.iter().flat_map(Group::lanes);
+        let lanes = self.pairs().flat_map(|pair| &pair.lanes);
         lanes.map(|lane| lane.collect(out)).try_fold(None, |soonest, due| Ok(soonest.into_iter().chain(due?).min()))
     }
 
     /// The context is broken: everything ends with this error, and the streams do nothing any more.
     pub(crate) fn give_up(&self, error: EngineError, out: &mut Vec<Ride>) {
-        for group in &self.groups {
-            group.lanes().for_each(|lane| lane.give_up(error, out));
-            out.extend(group.lock().drain(..).map(|(ride, _)| ride.lost(error)));
+        for pair in self.pairs() {
+            pair.lanes.iter().for_each(|lane| lane.give_up(error, out));
+            out.extend(pair.lock().drain(..).map(|(ride, _)| ride.lost(error)));
         }
     }
 
     /// An error is one of the whole context.
     pub(crate) fn check(&self) -> Result<(), CudaError> {
-        self.groups[0].small[0].check()
+        self.groups[0].small.lanes[0].check()
     }
 }

@@ -138,7 +138,7 @@ fn what_a_transfer_uses_does_not_go_for_want_of_room() {
     let count = || world.fake.get("registrations") - before;
     world.fake.set("stall", 1);
     for (job, chunk) in [(1, 0), (2, 1), (3, 0)] {
-        world.submit(job, copy(own(0, 0), ram(all[chunk]), MIB));
+        world.submit(job, copy(own(0, 0), ram(all[chunk]), 2 * MIB));
         until("it has begun", || world.fake.get("copies") == i64::try_from(job).unwrap());
     }
     assert_eq!(count(), 2);

@@ -206,6 +206,31 @@ fn who_has_the_bytes_writes_them_whoever_wants_them() {
 }
 
 #[test]
+fn longer_transfers_are_gathered_where_the_way_is_faster() {
+    let Some(fake) = Fake::cuda() else { return };
+    fake.set("gpus", 2);
+    let world = World::new(fake, 8 * MIB, &[], Settings::default());
+    let calls = || ["batched", "copies"].map(|name| world.fake.get(name));
+    let submit = |job: u64, to: usize, len: u64| {
+        let work = copy(own(to, 0), own(0, 0), len);
+        let work = if to == 0 { copy(own(0, 4 * MIB), own(0, 0), len) } else { work };
+        world.engine.submit(&transfer(job, 0, work)).unwrap();
+    };
+    for to in [0, 1] {
+        let before = calls();
+        (0..4).for_each(|job| submit(job, to, 4 * MIB));
+        assert_eq!(calls(), before, "within the GPU or to the other one: {to}");
+        assert!(world.ends(4).iter().all(|end| (end.bytes, end.result) == (4 * MIB, Ok(()))));
+        assert_eq!(calls(), [before[0] + 4, before[1]]);
+    }
+    let before = calls();
+    submit(1, 1, 4 * MIB + 1);
+    assert_eq!(calls(), [before[0], before[1] + 1]);
+    assert_eq!(world.ends(1)[0].result, Ok(()));
+    world.end();
+}
+
+#[test]
 fn how_gpus_reach_each_other_is_said() {
     let Some(fake) = Fake::cuda() else { return };
     fake.set("gpus", 2);

@@ -118,7 +118,8 @@ impl All {
             best.map(|(_, who)| who).context("Nobody copies")
         };
         let ways = jobs(Who::Direct).len();
-        let shapes = [(1, false), (2, false), (1, true), (2, true)].map(|(streams, apart)| Who::Bare { streams, apart });
+        let shapes =
+            [(1, false), (2, false), (1, true), (2, true)].map(|(streams, apart)| Who::Bare { streams, apart });
         let bare = fastest(shapes[..2 * ways].to_vec())?;
         let fair = fastest(Shape::all(len, self.buffers.threads).into_iter().map(Who::Fair).collect())?;
         Ok([Who::Direct, Who::Sleep, bare, Who::Driver, fair])
