@@ -59,7 +59,7 @@ impl Scenario {
 }
 
 /// Compares what the guest was told with what the operator sees.
-fn operator_rows(heard: &[Refusal], seen: &[FaultInfo]) -> [Row; 2] {
+pub fn operator_rows(heard: &[Refusal], seen: &[FaultInfo]) -> [Row; 2] {
     let missing = heard.iter().find(|refusal| !seen.iter().any(|fault| same(refusal, fault)));
     let complete = "every refusal is in the operator's log";
     let told = match (missing, heard.is_empty()) {

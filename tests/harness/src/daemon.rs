@@ -3,6 +3,7 @@
 //! [`Binaries::build`] makes sure that the programs are those of this checkout. What the daemon logs is kept and shown when something
 //! goes wrong. Waiting is for a condition, with a deadline; log lines wake the waiter.
 
+use std::ffi::OsString;
 use std::fmt;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -78,6 +79,7 @@ impl Binaries {
 pub struct Daemon {
     binaries: Binaries,
     dir: TempDir,
+    variables: Vec<(&'static str, OsString)>,
     child: Child,
     log: Arc<Log>,
     readers: Vec<JoinHandle<()>>,
@@ -91,6 +93,16 @@ impl Daemon {
 
     /// The same with more keys for the `[daemon]` table.
     pub fn start_with(binaries: &Binaries, keys: &str, config: &str) -> Result<Self> {
+        Self::start_among(binaries, Vec::new(), keys, config)
+    }
+
+    /// The same with more variables in its environment.
+    pub fn start_among(
+        binaries: &Binaries,
+        variables: Vec<(&'static str, OsString)>,
+        keys: &str,
+        config: &str,
+    ) -> Result<Self> {
         let memory = Path::new(MEMORY);
         let parent = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
         let dir = tempfile::Builder::new().prefix("peergate-test-").tempdir_in(parent)?;
@@ -100,8 +112,8 @@ impl Daemon {
             format!("[daemon]\nruntime_dir = \"{}\"\n{keys}\n{config}", runtime.display()),
         )?;
         let log = Arc::new(Log::default());
-        let (child, readers) = spawn(binaries, dir.path(), &log)?;
-        let mut daemon = Self { binaries: binaries.clone(), dir, child, log, readers };
+        let (child, readers) = spawn(binaries, dir.path(), &variables, &log)?;
+        let mut daemon = Self { binaries: binaries.clone(), dir, variables, child, log, readers };
         daemon.wait_all_ready()?;
         Ok(daemon)
     }
@@ -110,7 +122,7 @@ impl Daemon {
     pub fn kill_and_restart(&mut self) -> Result<()> {
         self.child.kill()?;
         self.child.wait()?;
-        let (child, readers) = spawn(&self.binaries, self.dir.path(), &self.log)?;
+        let (child, readers) = spawn(&self.binaries, self.dir.path(), &self.variables, &self.log)?;
         self.child = child;
         self.readers.extend(readers);
         self.wait_all_ready()
@@ -260,10 +272,16 @@ impl Daemon {
 }
 
 /// Starts the program on the configuration in `dir`; threads keep what it says in `log`.
-fn spawn(binaries: &Binaries, dir: &Path, log: &Arc<Log>) -> Result<(Child, Vec<JoinHandle<()>>)> {
+fn spawn(
+    binaries: &Binaries,
+    dir: &Path,
+    variables: &[(&'static str, OsString)],
+    log: &Arc<Log>,
+) -> Result<(Child, Vec<JoinHandle<()>>)> {
     let mut child = Command::new(&binaries.peergated)
         .arg("--config")
         .arg(dir.join(CONFIG))
+        .envs(variables.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

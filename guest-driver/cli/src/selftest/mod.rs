@@ -5,6 +5,7 @@
 //!
 //! Not here: the operator's view of the same refusals; `peergate faults` on the host has that.
 
+mod gpus;
 mod isolation;
 mod loss;
 mod moves;
@@ -129,6 +130,9 @@ struct Bench<'a> {
     driver: &'a dyn Driver,
     gpu: EndpointInfo,
     fpga: EndpointInfo,
+    /// With whom the GPU exchanges bytes, and the path that those are to take.
+    peer: EndpointInfo,
+    path: TransferPath,
     options: &'a Options,
 }
 
@@ -139,7 +143,7 @@ impl<'a> Bench<'a> {
         let (Some(gpu), Some(fpga)) = (first(EndpointKind::Gpu), first(EndpointKind::Fpga)) else {
             anyhow::bail!("The self-test needs a GPU and an FPGA; the device has {} endpoints", endpoints.len());
         };
-        Ok(Self { driver, gpu, fpga, options })
+        Ok(Self { driver, gpu, peer: fpga.clone(), fpga, path: options.path, options })
     }
 
     /// A fresh open of the device.
@@ -152,7 +156,7 @@ type Case = fn(&Bench<'_>, &str) -> Result<Vec<Row>>;
 
 /// Every case by name, in the order they run.
 fn cases() -> Vec<(&'static str, Case)> {
-    [moves::CASES, refusals::CASES, isolation::CASES, registers::CASES, streams::CASES].concat()
+    [moves::CASES, refusals::CASES, isolation::CASES, registers::CASES, streams::CASES, gpus::CASES].concat()
 }
 
 /// The names of all cases, in the order they run.

@@ -47,7 +47,7 @@ fn main_job(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let mut rows = vec![Row::new(name, equal(len), got)];
     for step in steps {
         let crosses = ["gpu-to-fpga", "fpga-to-gpu"].contains(&step.name);
-        let path = if crosses { bench.options.path } else { TransferPath::Local };
+        let path = if crosses { bench.path } else { TransferPath::Local };
         rows.push(Row::moved(&format!("{name}/{}", step.name), path, step.moved));
     }
     Ok(rows)
@@ -64,11 +64,11 @@ pub(super) fn difference(session: &Session, address: u64, len: u64, expected: im
     Ok(compare.first_difference())
 }
 
-/// GPU to FPGA and FPGA to GPU at the same time, on two streams.
-fn both_directions(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+/// From the GPU to its peer and back at the same time, on two streams.
+pub(super) fn both_directions(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let session = bench.session()?;
     let size = bench.options.size;
-    let ways = [(&bench.gpu, &bench.fpga, 11), (&bench.fpga, &bench.gpu, 12)];
+    let ways = [(&bench.gpu, &bench.peer, 11), (&bench.peer, &bench.gpu, 12)];
     let mut ready = Vec::new();
     for (from, to, seed) in ways {
         session.peer_enable(from.number, to.number, Access::WRITE)?;
@@ -89,7 +89,7 @@ fn both_directions(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let mut wrong = Vec::new();
     for (((from, to, seed), (_, destination, _)), moved) in ways.iter().zip(&ready).zip(moved) {
         let way = format!("{}-to-{}", from.name, to.name);
-        rows.push(Row::moved(&format!("{name}/{way}"), bench.options.path, moved?));
+        rows.push(Row::moved(&format!("{name}/{way}"), bench.path, moved?));
         if let Some(at) = difference(&session, destination.iova(), size, Pattern::new(*seed))? {
             wrong.push(format!("{way}: byte {at} differs"));
         }
@@ -101,23 +101,23 @@ fn both_directions(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
 }
 
 /// The completion of a peer copy, and what PEER_QUERY says beforehand.
-fn peer_path(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+pub(super) fn peer_path(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let session = bench.session()?;
-    let (gpu, fpga) = (bench.gpu.number, bench.fpga.number);
-    session.peer_enable(gpu, fpga, Access::WRITE)?;
+    let (gpu, peer) = (bench.gpu.number, bench.peer.number);
+    session.peer_enable(gpu, peer, Access::WRITE)?;
     let source = session.alloc(gpu, 4096, Access::RW)?;
-    let destination = session.alloc(fpga, 4096, Access::RW)?;
-    let promised = session.peer_query(gpu, fpga)?.path;
+    let destination = session.alloc(peer, 4096, Access::RW)?;
+    let promised = session.peer_query(gpu, peer)?.path;
     let taken = session.stream().copy(destination.iova(), source.iova(), 4096)?.wait()?.path;
     let words =
         |promised: TransferPath, taken: TransferPath| format!("promised {}, taken {}", promised.name(), taken.name());
-    Ok(vec![Row::new(name, words(bench.options.path, bench.options.path), words(promised, taken))])
+    Ok(vec![Row::new(name, words(bench.path, bench.path), words(promised, taken))])
 }
 
 /// What one process leaves in device memory, no process reads: neither the same nor another.
-fn fresh_memory_zero(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+pub(super) fn fresh_memory_zero(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let mut wrong = Vec::new();
-    for endpoint in [&bench.gpu, &bench.fpga] {
+    for endpoint in [&bench.gpu, &bench.peer] {
         let len = bench.options.size.min(endpoint.memory_free / 2);
         let mut dirty = |session: &Session, after: &str| -> Result<()> {
             let request =

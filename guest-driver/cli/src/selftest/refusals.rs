@@ -2,14 +2,21 @@
 //!
 //! Not here: refusals between processes ([`super::isolation`]) and of registers ([`super::registers`]).
 
-use anyhow::Result;
-use peergate_guest::{Access, Buffer, FaultReason, HostBuffer, Session, Status, Stream, download};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Instant;
 
+use anyhow::Result;
+use peergate_guest::{Access, Buffer, FaultReason, HostBuffer, Session, Status, Stream, Ticket, download};
+
+use super::moves::difference;
 use super::witness::{Refusal, ends_with, refused, refused_free, status_of};
 use super::{Bench, Case, Row};
 use crate::pattern::Compare;
 
 const PAGE: u64 = 4096;
+/// Streams that copy while a right is withdrawn.
+const LOADS: usize = 2;
 
 pub(super) const CASES: &[(&str, Case)] = &[
     ("unmapped-read", unmapped_read),
@@ -23,6 +30,7 @@ pub(super) const CASES: &[(&str, Case)] = &[
     ("peer-right-one-way", peer_right_one_way),
     ("peer-read-only", peer_read_only),
     ("peer-right-withdrawn", peer_right_withdrawn),
+    ("peer-right-withdrawn-under-load", peer_right_withdrawn_under_load),
     ("peer-right-twice", peer_right_twice),
     ("freed-handle", freed_handle),
     ("freed-address", freed_address),
@@ -147,27 +155,27 @@ fn unknown_endpoint(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     Ok(vec![refused(name, &scene.session, work, &expected)?])
 }
 
-/// GPU and FPGA memory without any right between them.
+/// Memory of the GPU and of its peer without any right between them.
 struct Peers {
     session: Session,
     gpu: u32,
-    fpga: u32,
+    peer: u32,
     on_gpu: Buffer,
-    on_fpga: Buffer,
+    on_peer: Buffer,
 }
 
 impl Peers {
     fn new(bench: &Bench<'_>) -> Result<Self> {
         let session = bench.session()?;
-        let (gpu, fpga) = (bench.gpu.number, bench.fpga.number);
+        let (gpu, peer) = (bench.gpu.number, bench.peer.number);
         let on_gpu = session.alloc(gpu, PAGE, Access::RW)?;
-        let on_fpga = session.alloc(fpga, PAGE, Access::RW)?;
-        Ok(Self { session, gpu, fpga, on_gpu, on_fpga })
+        let on_peer = session.alloc(peer, PAGE, Access::RW)?;
+        Ok(Self { session, gpu, peer, on_gpu, on_peer })
     }
 
-    /// The GPU writes to the FPGA, and must not.
+    /// The GPU writes to its peer, and must not.
     fn gpu_denied(&self, name: &str) -> Result<Row> {
-        let address = self.on_fpga.iova() + 64;
+        let address = self.on_peer.iova() + 64;
         let work = self.session.stream().by(self.gpu).copy_work(address, self.on_gpu.iova(), 64);
         refused(name, &self.session, work, &denied(address, Access::WRITE, self.gpu))
     }
@@ -177,39 +185,90 @@ fn denied(address: u64, access: Access, accessor: u32) -> Refusal {
     Refusal { status: Status::Denied, reason: FaultReason::Peer, address, access, accessor }
 }
 
-fn peer_right_missing(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+pub(super) fn peer_right_missing(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     Ok(vec![Peers::new(bench)?.gpu_denied(name)?])
 }
 
-fn peer_right_one_way(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+pub(super) fn peer_right_one_way(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let peers = Peers::new(bench)?;
-    peers.session.peer_enable(peers.gpu, peers.fpga, Access::RW)?;
+    peers.session.peer_enable(peers.gpu, peers.peer, Access::RW)?;
     let address = peers.on_gpu.iova();
-    let work = peers.session.stream().by(peers.fpga).copy_work(address, peers.on_fpga.iova(), 64);
-    Ok(vec![refused(name, &peers.session, work, &denied(address, Access::WRITE, peers.fpga))?])
+    let work = peers.session.stream().by(peers.peer).copy_work(address, peers.on_peer.iova(), 64);
+    Ok(vec![refused(name, &peers.session, work, &denied(address, Access::WRITE, peers.peer))?])
 }
 
-fn peer_read_only(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+pub(super) fn peer_read_only(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let peers = Peers::new(bench)?;
-    peers.session.peer_enable(peers.gpu, peers.fpga, Access::READ)?;
+    peers.session.peer_enable(peers.gpu, peers.peer, Access::READ)?;
     let stream = peers.session.stream().by(peers.gpu);
-    stream.copy(peers.on_gpu.iova(), peers.on_fpga.iova(), 64)?.wait()?;
+    stream.copy(peers.on_gpu.iova(), peers.on_peer.iova(), 64)?.wait()?;
     Ok(vec![peers.gpu_denied(name)?])
 }
 
-fn peer_right_withdrawn(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+pub(super) fn peer_right_withdrawn(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let peers = Peers::new(bench)?;
-    peers.session.peer_enable(peers.gpu, peers.fpga, Access::RW)?;
+    peers.session.peer_enable(peers.gpu, peers.peer, Access::RW)?;
     let stream = peers.session.stream().by(peers.gpu);
-    stream.copy(peers.on_fpga.iova(), peers.on_gpu.iova(), 64)?.wait()?;
-    peers.session.peer_disable(peers.gpu, peers.fpga, Access::WRITE)?;
+    stream.copy(peers.on_peer.iova(), peers.on_gpu.iova(), 64)?.wait()?;
+    peers.session.peer_disable(peers.gpu, peers.peer, Access::WRITE)?;
     Ok(vec![peers.gpu_denied(name)?])
+}
+
+/// The right is withdrawn while copies run: once that is answered, nothing is written any more, and what comes is refused.
+pub(super) fn peer_right_withdrawn_under_load(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
+    let session = bench.session()?;
+    let (gpu, peer, len) = (bench.gpu.number, bench.peer.number, bench.options.size / 8);
+    let (from, to) = (session.alloc(gpu, len, Access::RW)?, session.alloc(peer, len, Access::RW)?);
+    session.peer_enable(gpu, peer, Access::WRITE)?;
+    let (made, is_answered) = (AtomicUsize::new(0), AtomicBool::new(false));
+    // Until one is refused, at the latest among those that come after the answer.
+    let copies = |stream: Stream| -> Result<Status> {
+        loop {
+            let is_last = is_answered.load(Ordering::Acquire);
+            let tickets = session.submit_all(&[stream.copy_work(to.iova(), from.iova(), len); 4])?;
+            let deadline = session.patience();
+            for ticket in tickets {
+                match ticket.outcome(deadline)?.status {
+                    Status::Ok => made.fetch_add(1, Ordering::AcqRel),
+                    status => return Ok(status),
+                };
+            }
+            if is_last {
+                return Ok(Status::Ok);
+            }
+        }
+    };
+    let (ends, written) = thread::scope(|scope| {
+        let streams = [0; LOADS].map(|_| session.stream().by(gpu));
+        let threads = streams.map(|stream| scope.spawn(|| copies(stream)));
+        let deadline = session.patience();
+        while made.load(Ordering::Acquire) < 2 * LOADS && Instant::now() < deadline {
+            thread::yield_now();
+        }
+        let withdrawn = session.peer_disable(gpu, peer, Access::WRITE);
+        is_answered.store(true, Ordering::Release);
+        let marked = session.stream().by(peer).fill(to.iova(), u64::MAX, len).and_then(Ticket::wait);
+        let ends = threads.map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        withdrawn?;
+        marked?;
+        Ok::<_, anyhow::Error>((ends, difference(&session, to.iova(), len, std::io::repeat(0xff))?))
+    })?;
+    let mut got = Vec::new();
+    for end in ends {
+        got.push(end?.name().to_owned());
+    }
+    got.push(written.map_or_else(|| "nothing".to_owned(), |at| format!("byte {at}")));
+    let words =
+        |got: &[String]| format!("copies end {}, and write {} after the answer", got[..LOADS].join(" "), got[LOADS]);
+    let denied = Status::Denied.name().to_owned();
+    let expected = [denied.clone(), denied, "nothing".to_owned()];
+    Ok(vec![Row::new(name, words(&expected), words(&got))])
 }
 
 fn peer_right_twice(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
     let peers = Peers::new(bench)?;
-    peers.session.peer_enable(peers.gpu, peers.fpga, Access::RW)?;
-    let got = status_of(peers.session.peer_enable(peers.gpu, peers.fpga, Access::READ))?;
+    peers.session.peer_enable(peers.gpu, peers.peer, Access::RW)?;
+    let got = status_of(peers.session.peer_enable(peers.gpu, peers.peer, Access::READ))?;
     Ok(vec![Row::new(name, Status::Already.name(), got)])
 }
 

@@ -1,6 +1,8 @@
 //! A daemon of a test's own, in a directory of its own.
 #![allow(dead_code, reason = "each test binary uses a part")]
 
+pub(crate) mod fake;
+
 use std::fs;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{PermissionsExt, chown};

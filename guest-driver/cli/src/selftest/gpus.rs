@@ -1,0 +1,33 @@
+//! What holds between the GPU and its peer, once more between two GPUs, where the device has two.
+//!
+//! Not here: what is tried.
+
+use anyhow::Result;
+use peergate_guest::{EndpointKind, Session};
+
+use super::{Bench, Case, Row, moves, refusals};
+
+pub(super) const CASES: &[(&str, Case)] = &[
+    ("gpus/both-directions", |bench, name| between(bench, name, moves::both_directions)),
+    ("gpus/peer-path", |bench, name| between(bench, name, moves::peer_path)),
+    ("gpus/fresh-memory-zero", |bench, name| between(bench, name, moves::fresh_memory_zero)),
+    ("gpus/peer-right-missing", |bench, name| between(bench, name, refusals::peer_right_missing)),
+    ("gpus/peer-right-one-way", |bench, name| between(bench, name, refusals::peer_right_one_way)),
+    ("gpus/peer-read-only", |bench, name| between(bench, name, refusals::peer_read_only)),
+    ("gpus/peer-right-withdrawn", |bench, name| between(bench, name, refusals::peer_right_withdrawn)),
+    ("gpus/peer-right-withdrawn-under-load", |bench, name| {
+        between(bench, name, refusals::peer_right_withdrawn_under_load)
+    }),
+];
+
+/// Tries a case between the first two GPUs; no rows without a second one. The path is to be the one that the device promises.
+fn between(bench: &Bench<'_>, name: &str, case: Case) -> Result<Vec<Row>> {
+    let session = Session::open(bench.driver)?;
+    let endpoints = session.endpoints()?;
+    let mut gpus = endpoints.into_iter().filter(|endpoint| endpoint.kind == Some(EndpointKind::Gpu));
+    let Some(peer) = gpus.find(|other| other.number != bench.gpu.number) else { return Ok(Vec::new()) };
+    let path = session.peer_query(bench.gpu.number, peer.number)?.path;
+    drop(session);
+    let (gpu, fpga) = (bench.gpu.clone(), bench.fpga.clone());
+    case(&Bench { driver: bench.driver, gpu, fpga, peer, path, options: bench.options }, name)
+}
