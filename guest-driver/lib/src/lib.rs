@@ -38,6 +38,6 @@ pub use kernel::KernelDriver;
 pub use outcome::{FaultAt, Moved, Notice, Outcome};
 pub use peergate_uapi as uapi;
 pub use session::{EndpointInfo, PeerRight, Session, Ticket};
-pub use stream::{Cancelled, Scope, Stream};
+pub use stream::{AtomicOp, Cancelled, Scope, Stream, Width};
 pub use transfer::{Progress, copy_all, download, fill_all, upload};
 pub use vdev_wire::{EndpointKind, EventKind, FaultReason, PathReason, Status, TransferPath};

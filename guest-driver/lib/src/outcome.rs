@@ -26,6 +26,8 @@ pub struct Outcome {
     pub reason: PathReason,
     /// What was refused, with FAULT and DENIED.
     pub fault: Option<FaultAt>,
+    /// What the word of an atomic operation was, if that ended well; else 0.
+    pub value: u64,
     /// The descriptor's cookie; the fault event of the same work carries it too.
     pub cookie: u64,
 }
@@ -50,6 +52,7 @@ impl Outcome {
             path: TransferPath::from_raw(completion.path).unwrap_or(TransferPath::None),
             reason: PathReason::from_raw(completion.reason).unwrap_or(PathReason::None),
             fault,
+            value: if fault.is_none() { completion.fault_address } else { 0 },
             cookie: completion.cookie,
         }
     }

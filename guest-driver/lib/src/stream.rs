@@ -5,7 +5,10 @@
 //!
 //! Not here: how the device schedules streams.
 
-use peergate_uapi::{CANCEL_ALL, INITIATOR_ANY, STREAM_CANCEL, STREAM_RESET, WORK_COPY, WORK_FENCE, WORK_FILL, Work};
+use peergate_uapi::{
+    CANCEL_ALL, INITIATOR_ANY, STREAM_CANCEL, STREAM_RESET, WORK_ATOMIC, WORK_ATOMIC_ADD, WORK_ATOMIC_COMPARE_SWAP,
+    WORK_ATOMIC_SWAP, WORK_COPY, WORK_FENCE, WORK_FILL, Work,
+};
 
 use crate::{Error, Session, Ticket};
 
@@ -18,6 +21,31 @@ pub enum Scope {
     Peer,
     /// Every observer.
     System,
+}
+
+/// What an atomic operation does to a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AtomicOp {
+    /// Adds to it; what does not fit is dropped.
+    Add(u64),
+    /// Puts another one in its place.
+    Swap(u64),
+    /// The same, if it is what is expected.
+    CompareSwap {
+        /// What has to be there.
+        expected: u64,
+        /// What is put there.
+        new: u64,
+    },
+}
+
+/// The word of an atomic operation. Of numbers that are too long for it, the lower half counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// 4 bytes, at an address that is a multiple of 4.
+    Four,
+    /// 8 bytes, at an address that is a multiple of 8.
+    Eight,
 }
 
 /// What a cancellation found.
@@ -70,6 +98,29 @@ impl Stream {
     /// A fill of `len` bytes with an 8-byte pattern, lowest byte first, for [`Session::submit_all`].
     pub fn fill_work(&self, destination: u64, pattern: u64, len: u64) -> Work {
         Work { destination, length: len, operand: pattern, ..self.work(WORK_FILL) }
+    }
+
+    /// An atomic operation, for [`Session::submit_all`].
+    pub fn atomic_work(&self, address: u64, width: Width, op: AtomicOp) -> Work {
+        let (flags, source, operand) = match op {
+            AtomicOp::Add(operand) => (WORK_ATOMIC_ADD, 0, operand),
+            AtomicOp::Swap(operand) => (WORK_ATOMIC_SWAP, 0, operand),
+            AtomicOp::CompareSwap { expected, new } => (WORK_ATOMIC_COMPARE_SWAP, expected, new),
+        };
+        let length = match width {
+            Width::Four => 4,
+            Width::Eight => 8,
+        };
+        Work { flags, source, destination: address, length, operand, ..self.work(WORK_ATOMIC) }
+    }
+
+    /// Changes the word at `address`, which nothing else reads or writes in between: no other atomic operation of the device, nor one of whoever owns the
+    /// memory, a GPU's program or the guest's processors. [`crate::Outcome::value`] is what was there. Does not wait for the end.
+    ///
+    /// # Errors
+    /// As [`Session::submit`]. The work ends UNSUPP where the memory's owner has no atomic operations.
+    pub fn atomic(&self, address: u64, width: Width, op: AtomicOp) -> Result<Ticket, Error> {
+        self.session.submit(self.atomic_work(address, width, op))
     }
 
     /// Copies `len` bytes from `source` to `destination`. Does not wait for the end.

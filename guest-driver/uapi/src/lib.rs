@@ -55,10 +55,18 @@ pub const PEER_QUERY: u32 = 3;
 pub const WORK_COPY: u16 = 1;
 /// [`Work::opcode`]: fill `length` bytes at `destination` with the 8-byte pattern `operand`.
 pub const WORK_FILL: u16 = 4;
+/// [`Work::opcode`]: change the word of `length` bytes (4 or 8, and naturally aligned) at `destination`; the completion says what it was.
+pub const WORK_ATOMIC: u16 = 7;
 /// [`Work::opcode`]: order earlier work of the stream before later observers.
 pub const WORK_FENCE: u16 = 8;
 /// [`Work::flags`]: the completion orders the transfer before every observer.
 pub const WORK_SYSTEM: u32 = 1 << 0;
+/// [`Work::flags`] of [`WORK_ATOMIC`], of which one has to be: add `operand`.
+pub const WORK_ATOMIC_ADD: u32 = 1 << 8;
+/// [`Work::flags`] of [`WORK_ATOMIC`]: put `operand` there.
+pub const WORK_ATOMIC_SWAP: u32 = 2 << 8;
+/// [`Work::flags`] of [`WORK_ATOMIC`]: put `operand` there if the word is `source`.
+pub const WORK_ATOMIC_COMPARE_SWAP: u32 = 3 << 8;
 /// [`Work::initiator`]: the device chooses who acts.
 pub const INITIATOR_ANY: u32 = 0x0000_ffff;
 

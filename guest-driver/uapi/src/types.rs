@@ -164,11 +164,11 @@ pub struct Peer {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Work {
-    /// [`crate::WORK_COPY`], [`crate::WORK_FILL`] or [`crate::WORK_FENCE`].
+    /// [`crate::WORK_COPY`], [`crate::WORK_FILL`], [`crate::WORK_ATOMIC`] or [`crate::WORK_FENCE`].
     pub opcode: u16,
     /// Zero.
     pub reserved0: u16,
-    /// [`crate::WORK_SYSTEM`].
+    /// [`crate::WORK_SYSTEM`], and what an atomic operation does.
     pub flags: u32,
     /// Order within this file.
     pub stream: u32,
@@ -176,7 +176,7 @@ pub struct Work {
     pub initiator: u32,
     /// Handed back in the completion.
     pub cookie: u64,
-    /// Address to read.
+    /// Address to read; what is compared by [`crate::WORK_ATOMIC_COMPARE_SWAP`].
     pub source: u64,
     /// Address to write.
     pub destination: u64,
@@ -186,7 +186,7 @@ pub struct Work {
     pub timeout_ms: u32,
     /// Zero.
     pub reserved: u32,
-    /// Pattern of a fill, scope of a fence.
+    /// Pattern of a fill, what an atomic operation adds or puts there, scope of a fence.
     pub operand: u64,
 }
 
@@ -214,7 +214,7 @@ pub struct Completion {
     pub cookie: u64,
     /// Bytes moved.
     pub bytes: u64,
-    /// First address refused, if the status is FAULT or DENIED.
+    /// First address refused, if the status is FAULT or DENIED; what the word of an atomic operation was, if that ended well.
     pub fault_address: u64,
     /// Path that the bytes took.
     pub path: u8,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use hw_engine::queue::ThreadHook;
 use hw_engine::{DmaEngine, EngineCaps, EngineError, Finished, JobId, Memory, Owner, Submit, Transfer};
-use iommu_addr::{EndpointId, Segment};
+use iommu_addr::{EndpointId, Location, Segment};
 
 use crate::driver::CudaError;
 use crate::gpu::Gpu;
@@ -130,6 +130,10 @@ impl DmaEngine for CudaEngine {
 
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         self.shared.reach.in_one_hop(initiator, dst, src)
+    }
+
+    fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
+        self.shared.reach.atomic(initiator, at).is_some()
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

@@ -7,9 +7,10 @@
 
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
+use std::sync::{Arc, OnceLock};
 
+use crate::atomic::Kernel;
 use crate::driver::{Answer, CopyAttributes, CudaError, Driver, GpuInfo, MemLocation, Opaque, code};
 
 /// `CU_STREAM_NON_BLOCKING`: it waits for no other stream.
@@ -44,18 +45,20 @@ pub struct Gpu {
     /// Others' writes into its memory are visible to it only once they are flushed.
     flushes: bool,
     rdma: bool,
+    /// What makes atomic operations, if anything does.
+    kernel: OnceLock<Kernel>,
 }
 
 /// What the driver calls a thing of its own. Any thread may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Handle(usize);
+pub(crate) struct Handle(usize);
 
 impl Handle {
-    fn new(opaque: Opaque) -> Self {
+    pub(crate) fn new(opaque: Opaque) -> Self {
         Self(opaque as usize)
     }
 
-    fn get(self) -> Opaque {
+    pub(crate) fn get(self) -> Opaque {
         self.0 as Opaque
     }
 }
@@ -97,7 +100,16 @@ impl Gpu {
         driver.check("cuDevicePrimaryCtxRetain", unsafe {
             (driver.table.context_retain)(&raw mut context, info.ordinal)
         })?;
-        Ok(Arc::new(Self { driver: Arc::clone(driver), info, context: Handle::new(context), flushes, rdma }))
+        let (driver, context, kernel) = (Arc::clone(driver), Handle::new(context), OnceLock::new());
+        let gpu = Arc::new(Self { driver, info, context, flushes, rdma, kernel });
+        match Kernel::load(&gpu) {
+            Ok(kernel) => drop(gpu.kernel.set(kernel)),
+            Err(error) => tracing::warn!(
+                "GPU {} makes no atomic operations: {error}. Install the driver's PTX compiler (libnvidia-ptxjitcompiler)",
+                gpu.info.address
+            ),
+        }
+        Ok(gpu)
     }
 
     /// What it is.
@@ -120,6 +132,11 @@ impl Gpu {
 
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.info.ordinal == other.info.ordinal
+    }
+
+    /// What makes atomic operations, if anything does.
+    pub(crate) fn kernel(&self) -> Option<Kernel> {
+        self.kernel.get().copied()
     }
 
     /// Whether other devices may be given its memory.
@@ -197,6 +214,10 @@ impl Stream {
         let answer = unsafe { (driver.table.stream_create)(&raw mut stream, NON_BLOCKING) };
         driver.check("cuStreamCreate", answer)?;
         Ok(Self { gpu: Arc::clone(gpu), handle: Handle::new(stream) })
+    }
+
+    pub(crate) fn handle(&self) -> Opaque {
+        self.handle.get()
     }
 
     /// Begins a copy.

@@ -13,6 +13,7 @@
 //!
 //! Not here: translation, rights, kernels, copies through the processor.
 
+mod atomic;
 mod driver;
 mod engine;
 mod gpu;

@@ -9,6 +9,7 @@ use hw_engine::{EngineError, Memory, MemoryError, Pairs, Place};
 use iommu_addr::{EndpointId, Location, Segment};
 use smallvec::SmallVec;
 
+use crate::atomic::Kernel;
 use crate::driver::CudaError;
 use crate::gpu::{Gpu, Piece};
 use crate::registry::{Registration, Registry};
@@ -26,6 +27,8 @@ pub(crate) struct Reach {
     slices: Vec<(EndpointId, Own)>,
     /// By the numbers of GPUs: whether the first reaches the second.
     peers: Vec<Vec<bool>>,
+    /// The same: whether atomic operations of the first one's programs are atomic in the second one's memory.
+    atomics: Vec<Vec<bool>>,
     memory: Arc<dyn Memory>,
     registry: Registry,
     refusals: Seldom,
@@ -109,12 +112,14 @@ impl Reach {
     ) -> Result<Self, CudaError> {
         let reaches = |from: &Arc<Gpu>, to: &Arc<Gpu>| from.is_same(to) || from.reaches(to);
         let peers: Vec<Vec<_>> = gpus.iter().map(|from| gpus.iter().map(|to| reaches(from, to)).collect()).collect();
+        let has = |from: &Arc<Gpu>, to: &Arc<Gpu>| from.is_same(to) || from.peer(to).atomics;
+        let atomics = gpus.iter().map(|from| gpus.iter().map(|to| has(from, to)).collect()).collect();
         for (_, own) in &slices {
             let able = gpus.iter().zip(&peers).filter(|(_, peers)| peers[own.gpu]).map(|(gpu, _)| gpu);
             own.slice.allow(&able.collect::<Vec<_>>())?;
         }
         let registry = Registry::new(&gpus[0], limit);
-        Ok(Self { slices, peers, memory, registry, refusals: Seldom::default() })
+        Ok(Self { slices, peers, atomics, memory, registry, refusals: Seldom::default() })
     }
 
     pub(crate) fn registry(&self) -> &Registry {
@@ -159,6 +164,15 @@ impl Reach {
         let of = |endpoint| self.own(endpoint).map(|own| own.gpu);
         let owners = || dst.iter().filter_map(|segment| of(segment.at.owner()?));
         of(initiator).into_iter().chain(owners()).find(|gpu| owners().all(|owner| self.peers[*gpu][owner]))
+    }
+
+    /// The GPU that makes an atomic operation for an initiator, with what it runs and the word's address.
+    pub(crate) fn atomic(&self, initiator: EndpointId, at: Location) -> Option<(usize, Kernel, u64)> {
+        let Location::Aperture { endpoint, offset } = at else { return None };
+        let (actor, own) = (self.own(initiator)?, self.own(endpoint)?);
+        let is_there = offset.0 < own.slice.len();
+        let kernel = actor.slice.gpu().kernel().filter(|_| is_there && self.atomics[actor.gpu][own.gpu])?;
+        Some((actor.gpu, kernel, own.slice.base() + offset.0))
     }
 
     /// Whether a GPU copies these places from one to the other: each piece has an end that is a slice which it reaches, and no end that it does not.

@@ -79,7 +79,7 @@ impl Book {
         self.waiting.remove(&serial);
         self.flushes.remove(&serial);
         self.running.remove(&serial);
-        self.ended.push(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false });
+        self.ended.push(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false, value: 0 });
         true
     }
 }
@@ -130,6 +130,8 @@ impl Shared {
             Work::Copy { route: Route::Staged, .. } => Err(Unready::Error(EngineError::Device { code: u32::MAX })),
             Work::Fill { dst, pattern } => self.begin_fill(transfer, dst, *pattern, serial, may_block),
             Work::Kernel { .. } => Err(Unready::Error(EngineError::NO_KERNELS)),
+            Work::Atomic { .. } if !may_block => Err(Unready::Unregistered),
+            Work::Atomic { at, atomic } => self.atomic(transfer, *at, *atomic, serial),
             Work::Flush => {
                 lock(&self.book).flushes.insert(serial, transfer.job);
                 Ok(())
@@ -153,7 +155,7 @@ impl Shared {
             // SAFETY: as in `begin_copy`; it has ended when this returns.
             self.on_side(gpu, |side| unsafe { side.shift(piece) }).map_err(Unready::Error)?;
         }
-        self.end_now(serial, Finished { job, bytes: len, result: Ok(()), raised: false });
+        self.end_now(serial, Finished { job, bytes: len, result: Ok(()), raised: false, value: 0 });
         Ok(())
     }
 
@@ -190,7 +192,7 @@ impl Shared {
         // SAFETY: as in `begin_copy`, with `holds` kept until it has ended.
         self.on_side(gpu, |side| unsafe { side.fill(&places, pattern) }).map_err(Unready::Error)?;
         drop(holds);
-        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false });
+        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
         Ok(())
     }
 
@@ -210,12 +212,12 @@ impl Shared {
             // SAFETY: as in `begin_copy`, with what `parts` holds.
             self.on_side(*gpu, |side| unsafe { side.fill(places, *pattern) }).map_err(Unready::Error)?;
         }
-        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false });
+        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
         Ok(())
     }
 
     /// Ends a transfer that is in no lane. Only the engine's own thread has such.
-    fn end_now(&self, serial: u64, finished: Finished) {
+    pub(crate) fn end_now(&self, serial: u64, finished: Finished) {
         let mut book = lock(&self.book);
         book.running.remove(&serial);
         book.ended.push(finished);
@@ -259,7 +261,10 @@ impl Shared {
                     Unready::Error(error) => error,
                     Unready::Unregistered => EngineError::Aborted,
                 };
-                self.end_now(serial, Finished { job: transfer.job, bytes: 0, result: Err(error), raised: false });
+                self.end_now(
+                    serial,
+                    Finished { job: transfer.job, bytes: 0, result: Err(error), raised: false, value: 0 },
+                );
             }
             self.ring();
             // What has gone while it was registered was not given up with the rest.
@@ -301,7 +306,7 @@ impl Shared {
         let mut book = lock(&self.book);
         for Ride { job, serial, bytes, result, .. } in &rides {
             book.running.remove(serial);
-            book.ended.push(Finished { job: *job, bytes: *bytes, result: *result, raised: false });
+            book.ended.push(Finished { job: *job, bytes: *bytes, result: *result, raised: false, value: 0 });
         }
         drop(book);
         // What they held is given back without the lock, and may take a moment.
@@ -343,7 +348,7 @@ impl Shared {
             Some(_) => Err(EngineError::LOST),
             None => self.flush().map_err(|error| device_error(&error)),
         };
-        let ends = due.into_iter().map(|job| Finished { job, bytes: 0, result: flushed, raised: false });
+        let ends = due.into_iter().map(|job| Finished { job, bytes: 0, result: flushed, raised: false, value: 0 });
         lock(&self.book).ended.extend(ends);
     }
 

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use common::{Fake, World, copy, endpoint, own, ram, regions, transfer};
 use hw_cuda::{CudaEngine, Driver, Gpu, Peer, Settings, Slice};
-use hw_engine::{DmaEngine, Fleet, Member, Memory, Owner, Route, Work};
+use hw_engine::{Atomic, AtomicOp, DmaEngine, EngineError, Fleet, Member, Memory, Owner, Route, Work};
 use hw_host::{HostEngine, HostMemory};
 use iommu_addr::Segment;
 
@@ -228,6 +228,39 @@ fn longer_transfers_are_gathered_where_the_way_is_faster() {
     assert_eq!(calls(), [before[0], before[1] + 1]);
     assert_eq!(world.ends(1)[0].result, Ok(()));
     world.end();
+}
+
+#[test]
+fn whoever_has_native_atomics_changes_the_word_itself() {
+    let add = |at| Work::Atomic { at, atomic: Atomic { op: AtomicOp::Add, len: 8, operand: 5 } };
+    for (name, able) in
+        [("", [true, true]), ("peer_atomics", [true, false]), ("peers", [true, false]), ("jit", [false; 2])]
+    {
+        let Some(fake) = Fake::cuda() else { return };
+        fake.set("gpus", 2);
+        if !name.is_empty() {
+            fake.set(name, 0);
+        }
+        let world = World::new(fake, 4 * MIB, &regions(&[(0, MIB)]), Settings::default());
+        assert_eq!([0, 1].map(|by| world.engine.has_atomics(endpoint(by), own(0, 8))), able, "{name}");
+        for at in [own(0, 4 * MIB), own(7, 0), ram(0)] {
+            assert!(!world.engine.has_atomics(endpoint(0), at), "{name}: {at:?}");
+        }
+        for (by, was) in (0..2).filter(|by| able[*by]).zip([0, 5]) {
+            // The other GPU does nothing.
+            world.fake.set("stall", 1 << (1 - by));
+            world.engine.submit(&transfer(1, by, add(own(0, 8)))).unwrap();
+            let ends = world.ends(1);
+            world.fake.set("stall", 0);
+            assert_eq!((ends[0].bytes, ends[0].result, ends[0].value), (8, Ok(()), was), "{name}");
+        }
+        // Asked all the same, it does nothing.
+        for by in (0..2).filter(|by| !able[*by]) {
+            world.engine.submit(&transfer(1, by, add(own(0, 8)))).unwrap();
+            assert_eq!(world.ends(1)[0].result, Err(EngineError::NO_ATOMICS), "{name}");
+        }
+        world.end();
+    }
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! Transfers, and the engine that carries them out.
 
 use std::fmt;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use iommu_addr::{DomainId, EndpointId, Iova, Range, Segment};
+use iommu_addr::{DomainId, EndpointId, Iova, Location, Range, Segment};
 use smallvec::SmallVec;
 
 use crate::{CopyError, MemoryError};
@@ -50,8 +51,66 @@ pub enum Work {
         /// Bytes to write.
         dst: Segments,
     },
+    /// Change a word, and say what was there.
+    Atomic {
+        /// The word, naturally aligned.
+        at: Location,
+        /// How.
+        atomic: Atomic,
+    },
     /// Make every earlier transfer of the initiator visible to every observer.
     Flush,
+}
+
+/// How an atomic operation changes a word: those of PCIe (PCI Express 6.0, 2.2.7.1.1, AtomicOps).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AtomicOp {
+    /// Adds to it, without a carry.
+    Add,
+    /// Puts another one in its place.
+    Swap,
+    /// The same, if it is this one.
+    CompareSwap {
+        /// What has to be there.
+        compare: u64,
+    },
+}
+
+/// An atomic operation on a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Atomic {
+    /// What is done.
+    pub op: AtomicOp,
+    /// Bytes of the word, 4 or 8. Of a word of 4 bytes, the lower halves of all numbers count.
+    pub len: u64,
+    /// What is added, or put there.
+    pub operand: u64,
+}
+
+impl Atomic {
+    /// Changes a word of 4 bytes, at once for every processor; answers what was there.
+    pub fn on_u32(self, word: &AtomicU32) -> u64 {
+        let low = |number: u64| u32::try_from(number & u64::from(u32::MAX)).unwrap_or(0);
+        let operand = low(self.operand);
+        u64::from(match self.op {
+            AtomicOp::Add => word.fetch_add(operand, Ordering::SeqCst),
+            AtomicOp::Swap => word.swap(operand, Ordering::SeqCst),
+            AtomicOp::CompareSwap { compare } => word
+                .compare_exchange(low(compare), operand, Ordering::SeqCst, Ordering::SeqCst)
+                .unwrap_or_else(|other| other),
+        })
+    }
+
+    /// The same of 8 bytes.
+    pub fn on_u64(self, word: &AtomicU64) -> u64 {
+        match self.op {
+            AtomicOp::Add => word.fetch_add(self.operand, Ordering::SeqCst),
+            AtomicOp::Swap => word.swap(self.operand, Ordering::SeqCst),
+            AtomicOp::CompareSwap { compare } => word
+                .compare_exchange(compare, self.operand, Ordering::SeqCst, Ordering::SeqCst)
+                .unwrap_or_else(|other| other),
+        }
+    }
 }
 
 /// One transfer, translated, checked and pinned: the engine may touch exactly these bytes until it reports the end.
@@ -78,6 +137,8 @@ pub struct Finished {
     pub result: Result<(), EngineError>,
     /// The engine has something for [`DmaEngine::raised`].
     pub raised: bool,
+    /// What was there before an atomic operation that ended well, else 0.
+    pub value: u64,
 }
 
 impl Finished {
@@ -87,7 +148,13 @@ impl Finished {
             Ok(bytes) => (bytes, Ok(())),
             Err(CopyError { bytes, source }) => (bytes, Err(EngineError::Memory(source))),
         };
-        Self { job, bytes, result, raised: false }
+        Self { job, bytes, result, raised: false, value: 0 }
+    }
+
+    /// The end of an atomic operation.
+    pub fn atomic(job: JobId, atomic: Atomic, was: Result<u64, EngineError>) -> Self {
+        let (bytes, value) = was.map_or((0, 0), |value| (atomic.len, value));
+        Self { job, bytes, result: was.map(drop), raised: false, value }
     }
 }
 
@@ -129,6 +196,8 @@ impl EngineError {
     pub const LOST: Self = Self::Device { code: 0xffff_0002 };
     /// It runs no kernels.
     pub const NO_KERNELS: Self = Self::Device { code: 0xffff_0004 };
+    /// It has no atomic operations on that memory.
+    pub const NO_ATOMICS: Self = Self::Device { code: 0xffff_0005 };
 }
 
 /// Work that a device's own logic starts: the device translates it like any guest's work, with the endpoint as accessor.
@@ -228,6 +297,12 @@ pub trait DmaEngine: Send + Sync {
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         let _ = (initiator, dst, src);
         true
+    }
+
+    /// Whether `initiator` has atomic operations on the word at `at`: no other one there, and no access of whoever owns the memory, comes in between.
+    fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
+        let _ = (initiator, at);
+        false
     }
 
     /// Longest transfer of this one's kind in bytes, if that is more than [`EngineCaps::max_transfer`].

@@ -91,7 +91,7 @@ impl Fences {
                     at += 1;
                     continue;
                 }
-                Err(error) => ended.push(Finished { job, bytes: 0, result: Err(error), raised: false }),
+                Err(error) => ended.push(Finished { job, bytes: 0, result: Err(error), raised: false, value: 0 }),
             }
             state.held.remove(at);
         }
@@ -102,7 +102,7 @@ impl Fences {
         let mut state = self.lock();
         let at = state.held.iter().position(|(transfer, _)| transfer.job == job)?;
         state.held.remove(at);
-        Some(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false })
+        Some(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false, value: 0 })
     }
 
     /// Gives up all of them; nothing runs any more.
@@ -110,7 +110,13 @@ impl Fences {
         let mut state = self.lock();
         state.running.clear();
         let held = state.held.drain(..).map(|(transfer, _)| transfer.job);
-        ended.extend(held.map(|job| Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false }));
+        ended.extend(held.map(|job| Finished {
+            job,
+            bytes: 0,
+            result: Err(EngineError::Aborted),
+            raised: false,
+            value: 0,
+        }));
     }
 }
 
@@ -132,13 +138,15 @@ mod tests {
                 // From another thread.
                 assert_eq!(fences.submit(&flush(2), |_| unreachable!("it waits")), Ok(Submit::Submitted));
                 assert!(!fences.is_due());
-                at_once.map(|()| Submit::Executed(Finished { job: JobId(1), bytes: 0, result: Ok(()), raised: false }))
+                at_once.map(|()| {
+                    Submit::Executed(Finished { job: JobId(1), bytes: 0, result: Ok(()), raised: false, value: 0 })
+                })
             });
             assert_eq!(done.map(drop), at_once);
             assert!(fences.is_due());
             let mut ended = Vec::new();
             fences.note(&mut ended, 0, |transfer| {
-                Ok(Submit::Executed(Finished { job: transfer.job, bytes: 0, result: Ok(()), raised: false }))
+                Ok(Submit::Executed(Finished { job: transfer.job, bytes: 0, result: Ok(()), raised: false, value: 0 }))
             });
             assert_eq!(ended.iter().map(|end| end.job).collect::<Vec<_>>(), [JobId(2)]);
         }

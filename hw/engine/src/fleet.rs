@@ -15,8 +15,8 @@ use iommu_addr::{DomainId, EndpointId, Location, Segment};
 use crate::fences::Fences;
 use crate::queue::{Carrier, DEPTH, Queue, ThreadHook};
 use crate::{
-    DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, Memory, MemoryError, Owner, Place, Raised, Route,
-    Submit, Transfer, Work, copy_segments, fill_segments,
+    Atomic, DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, Memory, MemoryError, Owner, Place, Raised,
+    Route, Submit, Transfer, Work, copy_segments, fill_segments, is_ordinary,
 };
 
 /// Most bytes that are asked of an [`Owner`] at a time, and so the longest transfer that goes through the host.
@@ -58,6 +58,8 @@ impl Carrier for Stager {
             Work::Fill { dst, pattern } => fill_segments(&*self.0, dst, *pattern),
             // What came before was the processor's own doing.
             Work::Flush => return (0, Ok(())),
+            // See `Who::Processor`.
+            Work::Atomic { .. } => return (0, Err(EngineError::NO_ATOMICS)),
             Work::Kernel { .. } => return (0, Err(EngineError::NO_KERNELS)),
         };
         let Finished { bytes, result, .. } = Finished::moved(transfer.job, moved);
@@ -115,6 +117,8 @@ enum Who<'a> {
     Member(&'a Arc<dyn Owner>),
     Stager,
     Rest,
+    /// The caller's thread, at once: an atomic operation on memory of this process.
+    Processor(Location, Atomic),
 }
 
 impl Fleet {
@@ -152,8 +156,18 @@ impl Fleet {
             },
             Work::Flush if self.idle.contains(&transfer.initiator) => Who::Stager,
             Work::Flush => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),
+            Work::Atomic { at, atomic } => match self.members.owner_of(*at) {
+                Some(engine) => Who::Member(engine),
+                None if self.is_hardware(transfer.initiator) => Who::Processor(*at, *atomic),
+                None => Who::Rest,
+            },
             Work::Kernel { .. } => Who::Rest,
         }
+    }
+
+    /// Whether an endpoint is one that the rest knows nothing of.
+    fn is_hardware(&self, endpoint: EndpointId) -> bool {
+        self.members.of(endpoint).is_some() || self.idle.contains(&endpoint)
     }
 
     fn copier(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment], route: Route) -> Who<'_> {
@@ -163,8 +177,7 @@ impl Fleet {
             return Who::Member(engine);
         }
         let mut places = dst.iter().chain(src);
-        let (is_members, is_bare) = (self.members.of(initiator).is_some(), self.idle.contains(&initiator));
-        if is_members || is_bare || places.any(|segment| self.members.owner_of(segment.at).is_some()) {
+        if self.is_hardware(initiator) || places.any(|segment| self.members.owner_of(segment.at).is_some()) {
             Who::Stager
         } else {
             Who::Rest
@@ -183,6 +196,10 @@ impl Fleet {
             Who::Member(engine) => engine.submit(transfer),
             Who::Stager => self.stager.submit(transfer),
             Who::Rest => self.rest.submit(transfer),
+            Who::Processor(at, atomic) => {
+                let was = self.memory.atomic(at, atomic).map_err(EngineError::Memory);
+                Ok(Submit::Executed(Finished::atomic(transfer.job, atomic, was)))
+            }
         }
     }
 
@@ -238,8 +255,17 @@ impl DmaEngine for Fleet {
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         match self.copier(initiator, dst, src, Route::Direct) {
             Who::Member(_) => true,
-            Who::Stager => false,
+            Who::Stager | Who::Processor(..) => false,
             Who::Rest => self.rest.in_one_hop(initiator, dst, src),
+        }
+    }
+
+    fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
+        match self.members.owner_of(at) {
+            Some(engine) => engine.has_atomics(initiator, at),
+            // Of a guest's memory the processor does it. Another owner's memory is for its own engine.
+            None if self.is_hardware(initiator) => at.owner().is_none() && is_ordinary(&*self.memory, at),
+            None => self.rest.has_atomics(initiator, at),
         }
     }
 
@@ -254,7 +280,7 @@ impl DmaEngine for Fleet {
     fn longest(&self, transfer: &Transfer) -> u64 {
         match self.who(transfer) {
             Who::Member(engine) => engine.longest(transfer),
-            Who::Stager => MAX_STAGED,
+            Who::Stager | Who::Processor(..) => MAX_STAGED,
             Who::Rest => self.rest.longest(transfer),
         }
     }
@@ -366,6 +392,10 @@ impl Memory for View {
         engine.write_own(endpoint, offset, from).map_err(|_why| MemoryError { at: dst, len: from.len() as u64 })
     }
 
+    fn atomic(&self, at: Location, atomic: Atomic) -> Result<u64, MemoryError> {
+        if self.engine(at).is_some() { Err(MemoryError { at, len: atomic.len }) } else { self.rest.atomic(at, atomic) }
+    }
+
     fn place(&self, at: Location, most: u64) -> Option<Place> {
         if self.engine(at).is_some() { None } else { self.rest.place(at, most) }
     }
@@ -415,7 +445,13 @@ mod tests {
         fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
             self.count("poll");
             let ended = std::mem::take(&mut *self.ended.lock().unwrap());
-            out.extend(ended.into_iter().map(|job| Finished { job, bytes: 0, result: Ok(()), raised: false }));
+            out.extend(ended.into_iter().map(|job| Finished {
+                job,
+                bytes: 0,
+                result: Ok(()),
+                raised: false,
+                value: 0,
+            }));
             None
         }
 

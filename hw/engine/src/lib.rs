@@ -23,12 +23,12 @@ pub mod queue;
 mod segments;
 
 pub use engine::{
-    DmaEngine, EndpointKind, EndpointSpec, EngineCaps, EngineError, Finished, Initiated, JobId, Raised, Route,
-    Segments, Submit, Transfer, Work,
+    Atomic, AtomicOp, DmaEngine, EndpointKind, EndpointSpec, EngineCaps, EngineError, Finished, Initiated, JobId,
+    Raised, Route, Segments, Submit, Transfer, Work,
 };
 pub use fleet::{Fleet, MAX_STAGED, Member};
 pub use ledger::{Booking, Crossing, Direction, LinkId, LinkLedger, Unlimited};
-pub use memory::{Buffer, Memory, MemoryError, Place, RamMap, RamRegion};
+pub use memory::{Buffer, Memory, MemoryError, Place, RamMap, RamRegion, is_ordinary};
 pub use owner::Owner;
 pub use queue::ThreadHook;
 pub use segments::{CopyError, Pair, Pairs, copy_segments, fill_segments, total_len};

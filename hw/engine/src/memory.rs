@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use iommu_addr::{Gpa, Location, Range};
 
+use crate::Atomic;
+
 /// Memory that is not there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("No memory of {len} bytes at {at:?}; the guest's memory or the slice ends before it")]
@@ -35,12 +37,22 @@ pub trait Memory: Send + Sync {
     /// Writes `from.len()` bytes.
     fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError>;
 
+    /// Makes an atomic operation on the word at `at`, and answers what was there. Not of memory of a device, whose own accesses would come in between.
+    fn atomic(&self, at: Location, atomic: Atomic) -> Result<u64, MemoryError> {
+        Err(MemoryError { at, len: atomic.len })
+    }
+
     /// Where this process has the bytes at `at` mapped, as far as they lie together, at most `most`: what hardware is told of. `None` if there are
     /// none, or if they are not mapped.
     fn place(&self, at: Location, most: u64) -> Option<Place> {
         let _ = (at, most);
         None
     }
+}
+
+/// Whether the processor's atomic operations on a byte of this memory are atomic: it is mapped here, and no device's.
+pub fn is_ordinary(memory: &dyn Memory, at: Location) -> bool {
+    memory.place(at, 1).is_some_and(|place| !place.is_device)
 }
 
 /// Bytes in this process's address space, which stay mapped as long as this lives.

@@ -190,7 +190,7 @@ impl<C> Shared<C> {
             let (bytes, result) = carrier.run(&transfer, &|| !self.lock().abort);
             let mut state = self.lock();
             state.running = None;
-            state.ended.push(Finished { job: transfer.job, bytes, result, raised: false });
+            state.ended.push(Finished { job: transfer.job, bytes, result, raised: false, value: 0 });
             drop(state);
             self.changed.notify_all();
             self.tell();
@@ -240,7 +240,7 @@ impl<C> Shared<C> {
 
 impl<C> State<C> {
     fn give_up(&mut self, job: JobId, error: EngineError) {
-        self.ended.push(Finished { job, bytes: 0, result: Err(error), raised: false });
+        self.ended.push(Finished { job, bytes: 0, result: Err(error), raised: false, value: 0 });
     }
 
     /// Gives up what waits. A call is dropped with its answer's channel, which says so.

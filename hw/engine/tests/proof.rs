@@ -85,6 +85,7 @@ impl DmaEngine for Engine {
                 bytes: 0,
                 result: Err(EngineError::Device { code: 9 }),
                 raised: false,
+                value: 0,
             })),
             _ => out.extend(held.drain(..).map(|transfer| self.run(&transfer))),
         }

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use hw_engine::{
     DmaEngine, EngineCaps, EngineError, Finished, JobId, Memory, Submit, Transfer, Work, copy_segments, fill_segments,
+    is_ordinary,
 };
+use iommu_addr::{EndpointId, Location};
 
 /// Longest transfer in bytes, so that no call holds its thread for long.
 const MAX_TRANSFER: u64 = 256 << 10;
@@ -41,6 +43,10 @@ impl DmaEngine for HostEngine {
         }
     }
 
+    fn has_atomics(&self, _initiator: EndpointId, at: Location) -> bool {
+        is_ordinary(&*self.memory, at)
+    }
+
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
         let memory = &*self.memory;
         let moved = match &transfer.work {
@@ -48,6 +54,10 @@ impl DmaEngine for HostEngine {
             Work::Fill { dst, pattern } => fill_segments(memory, dst, *pattern),
             // What was submitted before has been moved by this CPU, and its caches are coherent.
             Work::Flush => Ok(0),
+            Work::Atomic { at, atomic } => {
+                let was = memory.atomic(*at, *atomic).map_err(EngineError::Memory);
+                return Ok(Submit::Executed(Finished::atomic(transfer.job, *atomic, was)));
+            }
             Work::Kernel { .. } => return Err(EngineError::Device { code: Self::NO_KERNELS }),
         };
         Ok(Submit::Executed(Finished::moved(transfer.job, moved)))

@@ -11,7 +11,9 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
+use hw_engine::Atomic;
 use rustix::fs::FileType;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
@@ -235,6 +237,21 @@ impl Span<'_> {
         // SAFETY: `at` is inside the span or just behind it.
         let first = unsafe { self.first.add(at) };
         Span { first, len: self.len - at, ..self }
+    }
+
+    /// Makes an atomic operation on the span, which is a word of its length. `None` if it is none, is not aligned, or is memory of a device.
+    pub(crate) fn atomic(self, atomic: Atomic) -> Option<u64> {
+        if self.is_device || self.len as u64 != atomic.len || !(self.address() as u64).is_multiple_of(atomic.len) {
+            return None;
+        }
+        match atomic.len {
+            // SAFETY: The span is that long, aligned, and lies inside a living mapping. What others do to the same bytes, guests and devices, is not
+            // memory that Rust knows of.
+            4 => Some(atomic.on_u32(unsafe { AtomicU32::from_ptr(self.first.as_ptr().cast()) })),
+            // SAFETY: As above.
+            8 => Some(atomic.on_u64(unsafe { AtomicU64::from_ptr(self.first.as_ptr().cast()) })),
+            _ => None,
+        }
     }
 
     /// Reads as many bytes as fit.

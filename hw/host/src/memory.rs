@@ -8,7 +8,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwap;
-use hw_engine::{Buffer, Memory, MemoryError, Place, RamMap, RamRegion};
+use hw_engine::{Atomic, Buffer, Memory, MemoryError, Place, RamMap, RamRegion};
 use iommu_addr::{EndpointId, Gpa, Location, Range};
 
 use crate::mapping::{FileError, Key, Mapping};
@@ -219,6 +219,12 @@ impl Memory for HostMemory {
             rest = later;
         }
         Ok(())
+    }
+
+    fn atomic(&self, at: Location, atomic: Atomic) -> Result<u64, MemoryError> {
+        let table = self.table.load();
+        let done = table.whole(at, atomic.len).and_then(|word| word.atomic(atomic));
+        done.ok_or(MemoryError { at, len: atomic.len })
     }
 
     fn place(&self, at: Location, most: u64) -> Option<Place> {

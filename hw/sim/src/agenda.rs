@@ -42,7 +42,7 @@ pub(crate) fn carry_out(memory: &dyn Memory, work: &Work) -> Result<u64, CopyErr
     match work {
         Work::Copy { src, dst, route } => copy_segments(memory, dst, src, *route),
         Work::Fill { dst, pattern } => fill_segments(memory, dst, *pattern),
-        Work::Flush | Work::Kernel { .. } => Ok(0),
+        Work::Flush | Work::Kernel { .. } | Work::Atomic { .. } => Ok(0),
     }
 }
 
@@ -258,5 +258,5 @@ impl Agenda {
 }
 
 fn aborted(job: JobId, bytes: u64) -> Finished {
-    Finished { job, bytes, result: Err(EngineError::Aborted), raised: false }
+    Finished { job, bytes, result: Err(EngineError::Aborted), raised: false, value: 0 }
 }

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use hw_engine::{
     DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, LinkLedger, Memory, Raised, Submit, Transfer, Work,
-    total_len,
+    is_ordinary, total_len,
 };
-use iommu_addr::{DomainId, Segment};
+use iommu_addr::{DomainId, EndpointId, Location, Segment};
 
 use crate::agenda::{Move, carry_out};
 use crate::fabric::{Crossings, Fabric, route};
@@ -120,7 +120,7 @@ impl SimEngine {
 fn written(work: &Work) -> &[Segment] {
     match work {
         Work::Copy { dst, .. } | Work::Fill { dst, .. } | Work::Kernel { dst, .. } => dst,
-        Work::Flush => &[],
+        Work::Atomic { .. } | Work::Flush => &[],
     }
 }
 
@@ -128,6 +128,10 @@ impl DmaEngine for SimEngine {
     fn caps(&self) -> EngineCaps {
         let max_transfer = if self.core.fabric.is_instant() { MAX_INSTANT } else { MAX_TRANSFER };
         EngineCaps { max_transfer, queue_depth: self.core.depth, reports_faults: true, max_mappings: u32::MAX }
+    }
+
+    fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
+        self.core.fabric.endpoint(initiator).is_some() && is_ordinary(self.core.memory_of(initiator), at)
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
@@ -140,6 +144,11 @@ impl DmaEngine for SimEngine {
         }
         let (src, dst) = match &transfer.work {
             Work::Flush => return self.flush(transfer, endpoint),
+            // No more than a word, so it takes no time.
+            Work::Atomic { at, atomic } => {
+                let was = memory.atomic(*at, *atomic).map_err(EngineError::Memory);
+                return Ok(Submit::Executed(Finished::atomic(transfer.job, *atomic, was)));
+            }
             Work::Kernel { src, dst } => (src, dst),
             Work::Copy { .. } | Work::Fill { .. } => {
                 let crossings = core.fabric.crossings(transfer);

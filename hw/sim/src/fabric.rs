@@ -69,7 +69,7 @@ impl Fabric {
                 src.iter().for_each(|from| hop(from.at.owner(), device, from.len));
                 dst.iter().for_each(|to| hop(device, to.at.owner(), to.len));
             }
-            Work::Flush => {}
+            Work::Atomic { .. } | Work::Flush => {}
         }
         found
     }
@@ -94,6 +94,6 @@ impl Fabric {
 pub(crate) fn route(work: &Work) -> Route {
     match work {
         Work::Copy { route, .. } => *route,
-        Work::Fill { .. } | Work::Kernel { .. } | Work::Flush => Route::Direct,
+        Work::Fill { .. } | Work::Kernel { .. } | Work::Atomic { .. } | Work::Flush => Route::Direct,
     }
 }

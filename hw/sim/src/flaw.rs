@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use hw_engine::{Memory, MemoryError};
+use hw_engine::{Atomic, Memory, MemoryError, Place};
 use iommu_addr::{EndpointId, Location};
 
 /// A way between two endpoints that is broken, and says nothing of it.
@@ -112,6 +112,14 @@ impl Memory for View {
             }
         }
         Ok(())
+    }
+
+    fn atomic(&self, at: Location, atomic: Atomic) -> Result<u64, MemoryError> {
+        self.memory.atomic(at, atomic)
+    }
+
+    fn place(&self, at: Location, most: u64) -> Option<Place> {
+        self.memory.place(at, most)
     }
 
     fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError> {

@@ -61,7 +61,7 @@ impl Kernel {
             }
             if self.cipher.try_apply_keystream(bytes).is_err() {
                 let result = Err(EngineError::Device { code: crate::engine::code::STREAM_ENDED });
-                return Some(Finished { job, bytes: self.done, result, raised: false });
+                return Some(Finished { job, bytes: self.done, result, raised: false, value: 0 });
             }
             if let Err(source) = memory.write(pair.dst, bytes) {
                 return Some(Finished::moved(job, Err(CopyError { bytes: self.done, source })));

@@ -126,7 +126,7 @@ impl Registers {
         let (src, dst) = match work {
             Work::Copy { src, dst, .. } => (&src[..], &dst[..]),
             Work::Fill { dst, .. } => (&[][..], &dst[..]),
-            Work::Kernel { .. } | Work::Flush => return None,
+            Work::Kernel { .. } | Work::Flush | Work::Atomic { .. } => return None,
         };
         let touches = |segments: &[Segment]| segments.iter().any(|segment| segment.at.is_registers());
         let (load, store) = (touches(src), touches(dst));
@@ -175,7 +175,7 @@ impl Registers {
             }
         };
         let bytes = if moved.is_ok() { access.len } else { 0 };
-        Finished { job: transfer.job, bytes, result: moved.map_err(EngineError::Memory), raised }
+        Finished { job: transfer.job, bytes, result: moved.map_err(EngineError::Memory), raised, value: 0 }
     }
 
     fn load(&self, access: Access, domain: DomainId) -> u64 {

@@ -391,6 +391,7 @@ impl Carrier for Mover {
             }),
             Work::Flush => self.flush(transfer.initiator),
             Work::Kernel { .. } => Err(EngineError::NO_KERNELS.into()),
+            Work::Atomic { .. } => Err(EngineError::NO_ATOMICS.into()),
         };
         match result {
             Ok(()) => (bytes, Ok(())),

@@ -73,8 +73,10 @@ pub(crate) struct Issued {
     /// Which way the bytes go; `None` if there are none.
     pub(crate) plan: Option<Plan>,
     /// Whose earlier work is to be made visible at the end.
-    flush: SmallVec<[EndpointId; 2]>,
+    pub(crate) flush: SmallVec<[EndpointId; 2]>,
     ran: bool,
+    /// What an atomic operation found.
+    value: u64,
 }
 
 struct Whole {
@@ -83,13 +85,28 @@ struct Whole {
 }
 
 impl Issued {
-    fn new(pins: Option<DomainPins>, transfer: Transfer, len: u64) -> Self {
-        Self { _pins: pins, transfer, whole: None, len, done: 0, plan: None, flush: SmallVec::new(), ran: false }
+    pub(crate) fn new(pins: Option<DomainPins>, transfer: Transfer, len: u64) -> Self {
+        Self {
+            _pins: pins,
+            transfer,
+            whole: None,
+            len,
+            done: 0,
+            plan: None,
+            flush: SmallVec::new(),
+            ran: false,
+            value: 0,
+        }
     }
 
     /// Bytes moved so far.
     pub(crate) fn bytes(&self) -> u64 {
         self.done
+    }
+
+    /// What was there before an atomic operation.
+    pub(crate) fn value(&self) -> u64 {
+        self.value
     }
 
     /// Whether an engine has reported an end of it, or of a part.
@@ -106,6 +123,7 @@ impl Issued {
         let was_flush = matches!(self.transfer.work, EngineWork::Flush);
         if !was_flush {
             self.done = self.done.saturating_add(finished.bytes).min(self.len);
+            self.value = finished.value;
         }
         finished.result?;
         if !was_flush && self.done < self.len && !self.next_piece() {
@@ -126,7 +144,7 @@ impl Issued {
                 EngineWork::Copy { src: cut(src, skip, len), dst: cut(dst, skip, len), route: *route }
             }
             EngineWork::Fill { dst, pattern } => EngineWork::Fill { dst: cut(dst, skip, len), pattern: *pattern },
-            EngineWork::Kernel { .. } | EngineWork::Flush => return false,
+            EngineWork::Kernel { .. } | EngineWork::Atomic { .. } | EngineWork::Flush => return false,
         };
         true
     }
@@ -149,14 +167,14 @@ pub(crate) struct Planner<'a> {
 }
 
 /// One translated side of a transfer.
-struct Side<'a> {
+pub(crate) struct Side<'a> {
     start: Iova,
     segments: &'a [Segment],
     want: Access,
 }
 
 impl<'a> Side<'a> {
-    fn new(range: Range<Iova>, segments: &'a [Segment], want: Access) -> Self {
+    pub(crate) fn new(range: Range<Iova>, segments: &'a [Segment], want: Access) -> Self {
         Self { start: range.start(), segments, want }
     }
 
@@ -165,12 +183,12 @@ impl<'a> Side<'a> {
     }
 
     /// Whose registers it touches; `None` if none.
-    fn registers(&self) -> Option<EndpointId> {
+    pub(crate) fn registers(&self) -> Option<EndpointId> {
         self.segments.iter().find(|segment| segment.at.is_registers())?.at.owner()
     }
 }
 
-type DomainPins = Pins<Arc<iommu_core::Domain>>;
+pub(crate) type DomainPins = Pins<Arc<iommu_core::Domain>>;
 
 impl Planner<'_> {
     /// Issues a guest's work in a domain.
@@ -206,6 +224,10 @@ impl Planner<'_> {
                 let plan = self.check(&mut pins, is_any, &[Side::new(dst, &to, Access::WRITE)])?;
                 (EngineWork::Fill { dst: to, pattern }, plan, dst.len())
             }
+            Operation::Atomic { at, atomic } => {
+                let to = pins.translate(iotlb, at, Access::RW).map_err(blame)?;
+                return self.issue_atomic(pins, is_any, (at, &to), atomic, work.system);
+            }
             Operation::Fence => return fence(pins, domain, is_any),
         };
         let accessor = pins.accessor();
@@ -227,7 +249,7 @@ impl Planner<'_> {
     }
 
     /// Peer rights, register access, and the way to go. An accessor that may be any becomes the first that has every right.
-    fn check(self, pins: &mut DomainPins, is_any: bool, sides: &[Side<'_>]) -> Result<Plan, Refusal> {
+    pub(crate) fn check(self, pins: &mut DomainPins, is_any: bool, sides: &[Side<'_>]) -> Result<Plan, Refusal> {
         if is_any { choose(pins, sides) } else { allow(pins, sides) }?;
         check_registers(pins, sides)?;
         Ok(Plan::new(self.reach, pins.accessor(), sides.iter().flat_map(Side::owners)))
@@ -334,7 +356,7 @@ fn check_registers(pins: &DomainPins, sides: &[Side<'_>]) -> Result<(), Fault> {
     Ok(())
 }
 
-fn bad_access(pins: &DomainPins, owner: Option<EndpointId>, address: Iova, access: Access) -> Fault {
+pub(crate) fn bad_access(pins: &DomainPins, owner: Option<EndpointId>, address: Iova, access: Access) -> Fault {
     let (accessor, mapping) = (Some(pins.accessor()), pins.domain().provenance(address));
     Fault { accessor, owner, address, access, reason: FaultReason::Access, mapping }
 }

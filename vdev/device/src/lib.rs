@@ -27,6 +27,7 @@
     allow(clippy::arithmetic_side_effects, clippy::cast_possible_truncation, reason = "no guest reaches tests")
 )]
 
+mod atomic;
 mod buffer;
 mod buffers;
 mod check;

@@ -144,23 +144,25 @@ pub(crate) struct Outcome {
     pub(crate) plan: Option<Plan>,
     /// An engine had it and has said so.
     pub(crate) ran: bool,
+    /// What an atomic operation found.
+    pub(crate) value: u64,
 }
 
 impl Outcome {
     /// Refused or given up before anything moved.
     pub(crate) fn refused(error: RequestError) -> Self {
-        Self { error: Some(error), bytes: 0, plan: None, ran: false }
+        Self { error: Some(error), bytes: 0, plan: None, ran: false, value: 0 }
     }
 
     /// There was nothing to do.
     pub(crate) fn nothing() -> Self {
-        Self { error: None, bytes: 0, plan: None, ran: false }
+        Self { error: None, bytes: 0, plan: None, ran: false, value: 0 }
     }
 
     /// The record that tells the guest.
     pub(crate) fn record(&self, cookie: u64) -> Completion {
         let mut record = match &self.error {
-            None => Completion { cookie: cookie.into(), ..zeroed() },
+            None => Completion { cookie: cookie.into(), fault_address: self.value.into(), ..zeroed() },
             Some(error) => refusal(cookie, error),
         };
         record.bytes = self.bytes.into();

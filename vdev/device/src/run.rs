@@ -353,7 +353,7 @@ fn outcome(issued: &Issued, error: Option<RequestError>) -> Outcome {
     let bytes = issued.bytes();
     // A path is told only if bytes took it.
     let plan = issued.plan.filter(|_| error.is_none() || bytes > 0);
-    Outcome { error, bytes, plan, ran: issued.ran() }
+    Outcome { error, bytes, plan, ran: issued.ran(), value: issued.value() }
 }
 
 fn given_up(issued: Option<Box<Issued>>, error: RequestError) -> Outcome {

@@ -2,10 +2,12 @@
 //!
 //! Not here: whether the addresses are mapped, who may act, limits of the tenant.
 
+use hw_engine::{Atomic, AtomicOp};
 use iommu_addr::{DomainId, EndpointId, Iova, Range, StreamId};
 use vdev_wire::{
     COMPLETION_SIZE, DESCRIPTOR_SIZE, FENCE_DEVICE, FENCE_SYSTEM, INITIATOR_ANY, SUBMIT_HEADER_SIZE, SubmitHeader,
-    VERSION, WORK_SYSTEM, WorkDescriptor, WorkOpcode,
+    VERSION, WORK_ATOMIC, WORK_ATOMIC_ADD, WORK_ATOMIC_COMPARE_SWAP, WORK_ATOMIC_SWAP, WORK_SYSTEM, WorkDescriptor,
+    WorkOpcode,
 };
 use zerocopy::{FromBytes, transmute_ref};
 
@@ -40,6 +42,13 @@ pub enum Operation {
         /// The bytes, little-endian.
         pattern: u64,
     },
+    /// Change a word and say what was there.
+    Atomic {
+        /// To read and write.
+        at: Range<Iova>,
+        /// How.
+        atomic: Atomic,
+    },
     /// Order what came before.
     Fence,
 }
@@ -49,6 +58,7 @@ impl Operation {
     pub(crate) fn len(&self) -> u64 {
         match self {
             Self::Copy { dst, .. } | Self::Fill { dst, .. } => dst.len().unwrap_or(u64::MAX),
+            Self::Atomic { atomic, .. } => atomic.len,
             Self::Fence => 0,
         }
     }
@@ -90,10 +100,12 @@ fn parse(descriptor: &WorkDescriptor) -> Result<Work, RequestError> {
     if descriptor.ext != 0 || descriptor.reserved0 != 0 || descriptor.reserved1.get() != 0 {
         return Err(field("reserved", 1));
     }
-    if flags & !WORK_SYSTEM != 0 {
+    let raw = descriptor.opcode.get();
+    let known =
+        if WorkOpcode::from_raw(raw) == Some(WorkOpcode::Atomic) { WORK_SYSTEM | WORK_ATOMIC } else { WORK_SYSTEM };
+    if flags & !known != 0 {
         return Err(field("flags", u64::from(flags)));
     }
-    let raw = descriptor.opcode.get();
     let (source, destination) = (descriptor.source.get(), descriptor.destination.get());
     let (length, operand) = (descriptor.length.get(), descriptor.operand.get());
     let operation = match WorkOpcode::from_raw(raw) {
@@ -105,6 +117,7 @@ fn parse(descriptor: &WorkDescriptor) -> Result<Work, RequestError> {
             zero("source", source)?;
             Operation::Fill { dst: range(destination, length)?, pattern: operand }
         }
+        Some(WorkOpcode::Atomic) => atomic(flags, source, destination, length, operand)?,
         Some(WorkOpcode::Fence) => {
             zero("source", source)?;
             zero("destination", destination)?;
@@ -122,6 +135,26 @@ fn parse(descriptor: &WorkDescriptor) -> Result<Work, RequestError> {
         initiator: (initiator != INITIATOR_ANY).then(|| EndpointId::from_raw(initiator)),
         system: flags & WORK_SYSTEM != 0,
     })
+}
+
+/// ATOMIC: a word of 4 or 8 bytes, naturally aligned, so that it has one place.
+fn atomic(flags: u32, source: u64, destination: u64, len: u64, operand: u64) -> Result<Operation, RequestError> {
+    let op = match flags & WORK_ATOMIC {
+        WORK_ATOMIC_ADD => AtomicOp::Add,
+        WORK_ATOMIC_SWAP => AtomicOp::Swap,
+        WORK_ATOMIC_COMPARE_SWAP => AtomicOp::CompareSwap { compare: source },
+        _ => return Err(field("flags", u64::from(flags))),
+    };
+    if op == AtomicOp::Add || op == AtomicOp::Swap {
+        zero("source", source)?;
+    }
+    if !matches!(len, 4 | 8) {
+        return Err(field("length", len));
+    }
+    if !destination.is_multiple_of(len) {
+        return Err(field("destination", destination));
+    }
+    Ok(Operation::Atomic { at: range(destination, len)?, atomic: Atomic { op, len, operand } })
 }
 
 fn range(start: u64, len: u64) -> Result<Range<Iova>, RequestError> {

@@ -4,9 +4,12 @@
 mod common;
 
 use common::*;
+use hw_engine::{Atomic, AtomicOp};
 use proptest::prelude::*;
 use vdev_device::{Operation, Request, parse_control, parse_work};
-use vdev_wire::{Opcode, Status, WorkDescriptor};
+use vdev_wire::{
+    Opcode, Status, WORK_ATOMIC_ADD, WORK_ATOMIC_COMPARE_SWAP, WORK_ATOMIC_SWAP, WorkDescriptor, WorkOpcode,
+};
 use zerocopy::IntoBytes;
 
 fn control(opcode: u16, body: &[u8]) -> Vec<u8> {
@@ -27,6 +30,9 @@ fn every_reserved_bit_of_a_descriptor_is_refused() {
         (copy(0x1000, 0x2000, 8), vec![2..4, 52..56, 56..64]),
         (fill(0x2000, 8, 1), vec![2..4, 52..56, 24..32]),
         (fence(), vec![2..4, 52..56, 24..48]),
+        (atomic(WORK_ATOMIC_ADD, 0x1000, 8, 1), vec![2..4, 52..56, 24..32]),
+        (atomic(WORK_ATOMIC_SWAP, 0x1000, 8, 1), vec![2..4, 52..56, 24..32]),
+        (atomic(WORK_ATOMIC_COMPARE_SWAP, 0x1000, 4, 1), vec![2..4, 52..56]),
     ];
     for (work, reserved) in cases {
         let good = descriptor(&work);
@@ -36,11 +42,35 @@ fn every_reserved_bit_of_a_descriptor_is_refused() {
             bad[bit / 8] |= 1 << (bit % 8);
             assert_eq!(parse_work(&bad).1.unwrap_err().status(), Status::Inval, "bit {bit} of {work:?}");
         }
-        for bit in 33..64 {
+        let is_atomic = work.opcode.get() == WorkOpcode::Atomic as u16;
+        for bit in (33..64).filter(|bit| !(is_atomic && (40..44).contains(bit))) {
             let mut bad = good;
             bad[bit / 8] |= 1 << (bit % 8);
             assert_eq!(parse_work(&bad).1.unwrap_err().status(), Status::Inval, "flag bit {}", bit - 32);
         }
+    }
+}
+
+#[test]
+fn an_atomic_operation_is_one_of_three_on_an_aligned_word() {
+    let of = |work: WorkDescriptor| parse_work(&descriptor(&work)).1;
+    for (flag, source, op) in [
+        (WORK_ATOMIC_ADD, 0, AtomicOp::Add),
+        (WORK_ATOMIC_SWAP, 0, AtomicOp::Swap),
+        (WORK_ATOMIC_COMPARE_SWAP, 7, AtomicOp::CompareSwap { compare: 7 }),
+    ] {
+        for (len, at) in [(4, 0x1004), (8, 0x1008), (8, u64::MAX - 7)] {
+            let mut work = atomic(flag, at, len, 9);
+            work.source = source.into();
+            let Operation::Atomic { at: range, atomic } = of(work).unwrap().operation else { panic!("an atomic one") };
+            assert_eq!((range.start().0, range.len(), atomic), (at, Some(len), Atomic { op, len, operand: 9 }));
+        }
+    }
+    let none = [0, 4 << 8, 15 << 8].map(|flag| atomic(flag, 0x1000, 8, 1));
+    let lengths = [0, 1, 2, 6, 16, u64::MAX].map(|len| atomic(WORK_ATOMIC_ADD, 0x1000, len, 1));
+    let places = [(1, 4), (2, 4), (4, 8), (u64::MAX - 3, 8)].map(|(at, len)| atomic(WORK_ATOMIC_SWAP, at, len, 1));
+    for work in none.into_iter().chain(lengths).chain(places) {
+        assert_eq!(of(work).unwrap_err().status(), Status::Inval, "{work:?}");
     }
 }
 

@@ -41,6 +41,8 @@ pub enum WorkOpcode {
     Copy = 1,
     /// Fill `length` bytes at `destination` with the 8-byte pattern `operand`.
     Fill = 4,
+    /// Change the word of `length` bytes at `destination` and say what was there; `flags` say how.
+    Atomic = 7,
     /// Order earlier work of the stream before later observers; `operand` is the scope.
     Fence = 8,
 }
@@ -48,7 +50,7 @@ pub enum WorkOpcode {
 impl WorkOpcode {
     /// The opcode a wire number stands for.
     pub fn from_raw(raw: u16) -> Option<Self> {
-        [Self::Copy, Self::Fill, Self::Fence].into_iter().find(|opcode| *opcode as u16 == raw)
+        [Self::Copy, Self::Fill, Self::Atomic, Self::Fence].into_iter().find(|opcode| *opcode as u16 == raw)
     }
 }
 
@@ -60,6 +62,14 @@ pub const FENCE_PEER: u64 = 2;
 pub const FENCE_SYSTEM: u64 = 3;
 /// Work flag: the completion orders the transfer before every observer, as a system FENCE would.
 pub const WORK_SYSTEM: u32 = 1 << 0;
+/// Flags of ATOMIC, of which one has to be: add `operand` to the word.
+pub const WORK_ATOMIC_ADD: u32 = 1 << 8;
+/// Flag of ATOMIC: put `operand` in the word's place.
+pub const WORK_ATOMIC_SWAP: u32 = 2 << 8;
+/// Flag of ATOMIC: put `operand` in the word's place if the word is `source`.
+pub const WORK_ATOMIC_COMPARE_SWAP: u32 = 3 << 8;
+/// Bits of those.
+pub const WORK_ATOMIC: u32 = 0xf << 8;
 
 /// One unit of work: a 64-byte slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -71,7 +81,7 @@ pub struct WorkDescriptor {
     pub ext: u8,
     /// Zero.
     pub reserved0: u8,
-    /// [`WORK_SYSTEM`].
+    /// [`WORK_SYSTEM`]; of ATOMIC one of [`WORK_ATOMIC`], too.
     pub flags: U32,
     /// Stream of the domain that orders it.
     pub stream: U32,
@@ -79,9 +89,9 @@ pub struct WorkDescriptor {
     pub initiator: U32,
     /// Handed back in the completion record.
     pub cookie: U64,
-    /// I/O virtual address to read; zero for FILL and FENCE.
+    /// I/O virtual address to read; of ATOMIC with [`WORK_ATOMIC_COMPARE_SWAP`] what the word has to be; zero for all else.
     pub source: U64,
-    /// I/O virtual address to write; zero for FENCE.
+    /// I/O virtual address to write, and for ATOMIC to read; zero for FENCE.
     pub destination: U64,
     /// Bytes to move; zero for FENCE.
     pub length: U64,
@@ -89,7 +99,7 @@ pub struct WorkDescriptor {
     pub timeout_ms: U32,
     /// Zero.
     pub reserved1: U32,
-    /// Pattern of FILL, scope of FENCE; zero for COPY.
+    /// Pattern of FILL, operand of ATOMIC, scope of FENCE; zero for COPY.
     pub operand: U64,
 }
 
@@ -183,7 +193,7 @@ pub struct Completion {
     pub cookie: U64,
     /// Bytes moved before the end or the error.
     pub bytes: U64,
-    /// First address that faulted, with FAULT and DENIED; else zero.
+    /// First address that faulted, with FAULT and DENIED; what the word of an ATOMIC was that ended OK; else zero.
     pub fault_address: U64,
     /// [`TransferPath`].
     pub path: u8,

@@ -5,6 +5,7 @@
 //!
 //! Not here: the operator's view of the same refusals; `peergate faults` on the host has that.
 
+mod atomics;
 mod gpus;
 mod isolation;
 mod loss;
@@ -156,7 +157,8 @@ type Case = fn(&Bench<'_>, &str) -> Result<Vec<Row>>;
 
 /// Every case by name, in the order they run.
 fn cases() -> Vec<(&'static str, Case)> {
-    [moves::CASES, refusals::CASES, isolation::CASES, registers::CASES, streams::CASES, gpus::CASES].concat()
+    [moves::CASES, refusals::CASES, isolation::CASES, registers::CASES, streams::CASES, atomics::CASES, gpus::CASES]
+        .concat()
 }
 
 /// The names of all cases, in the order they run.

@@ -28,9 +28,13 @@ impl FakeChannel {
         }
         let reads = work.opcode == uapi::WORK_COPY;
         let far = |address: u64| address.checked_add(work.length).is_none();
-        let status = if work.length == 0 && sabotage != Sabotage::ZeroLengthFine {
+        let is_atomic = work.opcode == uapi::WORK_ATOMIC;
+        let is_apart = is_atomic && (!matches!(work.length, 4 | 8) || !work.destination.is_multiple_of(work.length));
+        let is_invalid = is_apart && sabotage != Sabotage::AtomicsAnywhere
+            || work.length == 0 && sabotage != Sabotage::ZeroLengthFine;
+        let status = if is_invalid {
             Status::Inval
-        } else if far(work.source) || far(work.destination) {
+        } else if !is_atomic && far(work.source) || far(work.destination) {
             Status::Range
         } else {
             Status::Ok
@@ -39,12 +43,18 @@ impl FakeChannel {
             domain.errors.insert(work.stream);
             return ended(work, status);
         }
-        match self.transfer(state, work, reads) {
-            Ok(direct) => {
+        let done = if is_atomic {
+            self.change(state, work)
+        } else {
+            self.transfer(state, work, reads).map(|direct| (direct, 0))
+        };
+        match done {
+            Ok((direct, fault_address)) => {
                 let direct = direct && sabotage != Sabotage::StagedPath;
                 let path = if direct { uapi::PATH_DIRECT } else { uapi::PATH_LOCAL };
                 let path = u8::try_from(path).unwrap();
-                Completion { bytes: work.length, path, reason: if direct { 2 } else { 1 }, ..ended(work, Status::Ok) }
+                let reason = if direct { 2 } else { 1 };
+                Completion { bytes: work.length, path, reason, fault_address, ..ended(work, Status::Ok) }
             }
             Err((accessor, mut refused)) => {
                 if sabotage != Sabotage::ErrorsForgotten {
@@ -130,6 +140,33 @@ impl FakeChannel {
         let detours = self.shared.sabotage == Sabotage::FirstPieceDetours && target.offset == 0;
         let (from, to) = owners;
         Ok(!detours && [from, to].into_iter().flatten().any(|owner| owner != accessor))
+    }
+
+    /// Changes a word; answers whether the accessor reached another endpoint, and what was there.
+    fn change(&self, state: &mut State, work: &Work) -> Result<(bool, u64), (u32, Refused)> {
+        let domain = &state.domains[&self.domain];
+        let owner = domain.mappings.range(..=work.destination).next_back().and_then(|(_, mapping)| mapping.owner);
+        let any = work.initiator == uapi::INITIATOR_ANY;
+        let accessor = if any { owner.unwrap_or(GPU) } else { work.initiator };
+        let may = |access| self.translate(state, accessor, work.destination, work.length, access);
+        let side = may(uapi::READ).and_then(|_| may(uapi::WRITE));
+        let side = side.map_err(|refused| (accessor, Refused { access: uapi::READ | uapi::WRITE, ..refused }))?;
+        let (start, len) = (usize::try_from(side.offset).unwrap(), usize::try_from(work.length).unwrap());
+        let mut bytes = side.mapping.bytes.lock().unwrap();
+        let mut word = [0; 8];
+        word[..len].copy_from_slice(&bytes[start..start + len]);
+        let was = u64::from_le_bytes(word);
+        let low = |number: u64| number & (u64::MAX >> (64 - 8 * len));
+        let now = match work.flags {
+            uapi::WORK_ATOMIC_ADD => was.wrapping_add(work.operand),
+            uapi::WORK_ATOMIC_COMPARE_SWAP if low(work.source) != was => was,
+            _ => work.operand,
+        };
+        if self.shared.sabotage != Sabotage::AtomicsForget {
+            bytes[start..start + len].copy_from_slice(&now.to_le_bytes()[..len]);
+        }
+        let told = if self.shared.sabotage == Sabotage::AtomicsTellTheNew { low(now) } else { was };
+        Ok((owner.is_some_and(|owner| owner != accessor), told))
     }
 
     fn translate(&self, state: &State, accessor: u32, address: u64, len: u64, access: u32) -> Result<Side, Refused> {

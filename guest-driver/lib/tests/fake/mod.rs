@@ -48,6 +48,9 @@ pub enum Sabotage {
     AlreadyFine,
     AnyEndpoint,
     NoQuota,
+    AtomicsTellTheNew,
+    AtomicsForget,
+    AtomicsAnywhere,
 }
 
 type Bytes = Arc<Mutex<Vec<u8>>>;

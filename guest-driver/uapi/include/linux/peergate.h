@@ -225,16 +225,16 @@ struct peergate_peer {
 /**
  * struct peergate_work - One unit of work for SUBMIT.
  * @opcode: PEERGATE_WORK_*
- * @flags: PEERGATE_WORK_SYSTEM
+ * @flags: PEERGATE_WORK_SYSTEM, PEERGATE_WORK_ATOMIC_*
  * @stream: order within this file
  * @initiator: endpoint that acts, or PEERGATE_INITIATOR_ANY
  * @cookie: handed back
- * @source: address to read
+ * @source: address to read; what is compared by ATOMIC_COMPARE_SWAP
  * @destination: address to write
- * @length: bytes
+ * @length: bytes; 4 or 8 for ATOMIC
  * @timeout_ms: deadline from arrival at the device; 0 is the default
  * @reserved: zero
- * @operand: pattern of FILL, scope of FENCE
+ * @operand: pattern of FILL, what ATOMIC adds or puts there, scope of FENCE
  */
 struct peergate_work {
 	__u16 opcode;
@@ -253,8 +253,13 @@ struct peergate_work {
 
 #define PEERGATE_WORK_COPY	1
 #define PEERGATE_WORK_FILL	4
+#define PEERGATE_WORK_ATOMIC	7
 #define PEERGATE_WORK_FENCE	8
 #define PEERGATE_WORK_SYSTEM	(1 << 0)
+/* One of these with PEERGATE_WORK_ATOMIC. */
+#define PEERGATE_WORK_ATOMIC_ADD		(1 << 8)
+#define PEERGATE_WORK_ATOMIC_SWAP	(2 << 8)
+#define PEERGATE_WORK_ATOMIC_COMPARE_SWAP	(3 << 8)
 #define PEERGATE_INITIATOR_ANY	0x0000ffff
 
 /**
@@ -280,7 +285,8 @@ struct peergate_submit {
  * struct peergate_completion - One entry of the completion ring.
  * @cookie: of the work
  * @bytes: moved
- * @fault_address: first address refused, with FAULT and DENIED
+ * @fault_address: first address refused, with FAULT and DENIED; what the word
+ *                 of an ATOMIC was that ended OK
  * @path: PEERGATE_PATH_*
  * @reason: why that path
  * @fault_reason: why it was refused

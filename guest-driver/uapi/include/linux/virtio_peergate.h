@@ -230,6 +230,7 @@ struct virtio_peergate_submit {
 
 #define VIRTIO_PEERGATE_WORK_COPY	1
 #define VIRTIO_PEERGATE_WORK_FILL	4
+#define VIRTIO_PEERGATE_WORK_ATOMIC	7
 #define VIRTIO_PEERGATE_WORK_FENCE	8
 
 #define VIRTIO_PEERGATE_FENCE_DEVICE	1
@@ -237,6 +238,10 @@ struct virtio_peergate_submit {
 #define VIRTIO_PEERGATE_FENCE_SYSTEM	3
 
 #define VIRTIO_PEERGATE_WORK_SYSTEM	(1 << 0)
+/* One of these with VIRTIO_PEERGATE_WORK_ATOMIC. */
+#define VIRTIO_PEERGATE_WORK_ATOMIC_ADD		(1 << 8)
+#define VIRTIO_PEERGATE_WORK_ATOMIC_SWAP	(2 << 8)
+#define VIRTIO_PEERGATE_WORK_ATOMIC_COMPARE_SWAP	(3 << 8)
 #define VIRTIO_PEERGATE_INITIATOR_ANY	0x0000ffff
 
 struct virtio_peergate_work {

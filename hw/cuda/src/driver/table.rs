@@ -116,6 +116,9 @@ table! {
     stream_create: "cuStreamCreate" = fn(*mut Opaque, c_uint);
     stream_destroy: "cuStreamDestroy_v2" = fn(Opaque);
     stream_query: "cuStreamQuery" = fn(Opaque);
+    module_load: "cuModuleLoadData" = fn(*mut Opaque, *const c_void);
+    module_function: "cuModuleGetFunction" = fn(*mut Opaque, Opaque, *const c_char);
+    launch: "cuLaunchKernel" = fn(Opaque, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Opaque, *mut Opaque, *mut Opaque);
     stream_write: "cuStreamWriteValue32_v2" = fn(Opaque, DevicePtr, u32, c_uint);
     mem_create: "cuMemCreate" = fn(*mut Allocation, usize, *const AllocationProp, u64);
     mem_release: "cuMemRelease" = fn(Allocation);

@@ -233,7 +233,7 @@ impl World {
             _ => 0,
         };
         self.submit(7, work);
-        assert_eq!(self.ends(1), [Finished { job: JobId(7), bytes: len, result: Ok(()), raised: false }]);
+        assert_eq!(self.ends(1), [Finished { job: JobId(7), bytes: len, result: Ok(()), raised: false, value: 0 }]);
     }
 
     /// Everything ends, and nothing is left of it.

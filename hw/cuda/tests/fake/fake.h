@@ -59,6 +59,7 @@ enum {
 	X(stall, 0)             /* GPUs (a mask) whose streams stand still... */ \
 	X(steps, 0)             /* ...but for so many operations */            \
 	X(fault_after, -1)      /* operations until a context fails; -1: never */ \
+	X(jit, 1)               /* it compiles kernels */                      \
 	X(lost, 0)              /* GPUs (a mask) that are gone... */           \
 	X(lost_code, DEVICE_UNAVAILABLE) /* ...and what they answer */         \
 	/* What there is. */                                                   \
@@ -80,6 +81,7 @@ enum {
 	X(longest_batched, 0)   /* bytes of the longest one */                 \
 	X(sets, 0)                                                             \
 	X(writes, 0)            /* words written by streams */                 \
+	X(atomics, 0)           /* kernels that changed a word */              \
 	X(executed, 0)          /* operations that streams have carried out */ \
 	X(flushes, 0)                                                          \
 	X(pageable, 0)          /* copies of host memory that nobody registered */ \
@@ -139,8 +141,10 @@ struct piece {
 
 struct operation {
 	struct operation *next;
-	enum { COPY, SET, WRITE } kind;
+	enum { COPY, SET, WRITE, ATOMIC } kind;
 	uint32_t value;
+	/* Of an atomic one. */
+	uint64_t operand, compare;
 	size_t count;
 	struct piece pieces[];
 };

@@ -179,12 +179,44 @@ static void write_word(const struct operation *operation, int gpu)
 		violation("A stream needs memory that is not there", piece->dst, piece->len);
 }
 
+/* The operand of a word's length that comes after what was there. */
+static uint64_t changed_word(const struct operation *operation, uint64_t was, uint64_t mask)
+{
+	switch (operation->value / 2) {
+	case 0:
+		return was + operation->operand;
+	case 1:
+		return operation->operand;
+	default:
+		return was == (operation->compare & mask) ? operation->operand : was;
+	}
+}
+
+/* Nothing comes in between: everything is done under the lock. */
+static void change_word(const struct operation *operation, int gpu)
+{
+	const struct piece *at = &operation->pieces[0], *into = &operation->pieces[1];
+	uint64_t was = 0, now;
+
+	if (access_bytes(at->dst, &was, at->len, false, gpu) != at->len) {
+		violation("A kernel needs memory that is not there", at->dst, at->len);
+		return;
+	}
+	now = changed_word(operation, was, at->len == 8 ? UINT64_MAX : UINT32_MAX);
+	access_bytes(at->dst, &now, at->len, true, gpu);
+	if (!access_bytes(into->dst, &was, sizeof(was), true, gpu))
+		violation("A kernel needs memory that is not there", into->dst, into->len);
+	fake.atomics++;
+}
+
 /* Copies of a batch are in no order: here the last one goes first. */
 static void execute(const struct operation *operation, const struct context *context)
 {
 	size_t i;
 
-	for (i = operation->count; i-- > 0;) {
+	if (operation->kind == ATOMIC)
+		change_word(operation, context->gpu);
+	for (i = operation->kind == ATOMIC ? 0 : operation->count; i-- > 0;) {
 		const struct piece *piece = &operation->pieces[i];
 
 		check_host(piece->dst, piece->len, context, 3);
@@ -256,7 +288,7 @@ static void carry_out(struct stream *stream)
 	take_time();
 	if (!is_done_for(stream) && fake.fault_after >= 0 && fake.fault_after-- == 0) {
 		/* Half done, as it may be. */
-		if (stream->first->kind != WRITE) {
+		if (stream->first->kind == COPY || stream->first->kind == SET) {
 			stream->first->pieces[0].len /= 2;
 			execute(stream->first, context);
 		}

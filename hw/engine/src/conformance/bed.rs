@@ -16,7 +16,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) struct Bed {
     parts: Parts,
-    model: FlatMemory,
+    pub(super) model: FlatMemory,
     jobs: AtomicU64,
     /// Transfers that have not been reported, with their work.
     open: Mutex<HashMap<JobId, Work>>,
@@ -64,7 +64,7 @@ impl Bed {
                 Err(EngineError::Busy)
             }
             Err(error) => {
-                let finished = Finished { job, bytes: 0, result: Err(error), raised: false };
+                let finished = Finished { job, bytes: 0, result: Err(error), raised: false, value: 0 };
                 self.record(&finished);
                 Ok((job, Some(finished)))
             }

@@ -6,17 +6,19 @@ use iommu_addr::{ApertureOffset, EndpointId, Gpa, Location, Segment};
 
 use super::bed::Bed;
 use super::{APERTURES, Noise, RAM};
-use crate::{EngineError, Finished, JobId, Route, Segments, Work, total_len};
+use crate::{Atomic, AtomicOp, EngineError, Finished, JobId, Memory, Route, Segments, Work, total_len};
 
 type Case = (&'static str, fn(&Bed));
 
-pub(super) const ALL: [Case; 17] = [
+pub(super) const ALL: [Case; 19] = [
     ("a copy reaches every pair of places", copy_between_places),
     ("segment lists need not match", copy_segment_lists),
     ("a long transfer is cut nowhere", copy_long),
     ("a fill keeps its phase across segments", fill_phase),
     ("an overlapping copy goes as if through a buffer", copy_overlap),
     ("a copy spans regions that touch", copy_spans_regions),
+    ("an atomic operation changes one word and says what was there", atomics),
+    ("atomic operations of many threads are all there", atomics_of_many),
     ("memory that is not there is an error, after an exact count", unreachable),
     ("a flush ends after what came before", flush_order),
     ("a full engine says so and takes more later", busy),
@@ -57,6 +59,7 @@ fn ends_well(bed: &Bed, initiator: EndpointId, work: &Work) {
     let end = bed.run(initiator, work);
     let want = match work {
         Work::Copy { dst, .. } | Work::Fill { dst, .. } | Work::Kernel { dst, .. } => total_len(dst),
+        Work::Atomic { atomic, .. } => atomic.len,
         Work::Flush => 0,
     };
     assert_eq!((end.bytes, end.result), (want, Ok(())), "{work:?}");
@@ -243,6 +246,79 @@ fn abort_nothing(bed: &Bed) {
     bed.engine().abort(job);
     idle(bed);
     ends_well(bed, FPGA, &work);
+}
+
+/// Words of every place that the engine has atomic operations on for somebody.
+fn words(bed: &Bed) -> Vec<(EndpointId, Location)> {
+    let places = [ram(RAM[0].0 + 0x1000), own(GPU, 0x1000), own(FPGA, 0x1000)];
+    let all = [GPU, FPGA].into_iter().flat_map(|by| places.map(|at| (by, at)));
+    all.filter(|(by, at)| bed.engine().has_atomics(*by, *at)).collect()
+}
+
+fn atomics(bed: &Bed) {
+    const OPERAND: u64 = 0x0123_4567_89ab_cdef;
+    for (initiator, place) in words(bed) {
+        for (len, skip) in [(4, 0), (4, 4), (8, 8), (8, 0)] {
+            let at = place.checked_add(skip).expect("inside the layout");
+            // As a program of that owner would have it.
+            let value = || {
+                let mut bytes = [0; 8];
+                let len = usize::try_from(len).expect("it is short");
+                bed.model.read(at, &mut bytes[..len]).expect("inside the layout");
+                u64::from_le_bytes(bytes)
+            };
+            let ops = [
+                AtomicOp::Swap,
+                AtomicOp::Add,
+                AtomicOp::Add,
+                AtomicOp::CompareSwap { compare: !value() },
+                AtomicOp::Swap,
+                AtomicOp::CompareSwap { compare: OPERAND },
+                AtomicOp::CompareSwap { compare: OPERAND + 1 },
+            ];
+            for (op, more) in ops.into_iter().zip(0..) {
+                let (was, atomic) = (value(), Atomic { op, len, operand: OPERAND.wrapping_mul(more) ^ OPERAND });
+                let end = bed.run(initiator, &Work::Atomic { at, atomic });
+                assert_eq!((end.bytes, end.result, end.value), (len, Ok(()), was), "{op:?} by {initiator} at {at:?}");
+                bed.compare();
+            }
+        }
+    }
+}
+
+fn atomics_of_many(bed: &Bed) {
+    const EACH: u64 = 50;
+    for (initiator, at) in words(bed) {
+        let (running, work) =
+            (AtomicUsize::new(4), |op, operand| Work::Atomic { at, atomic: Atomic { op, len: 8, operand } });
+        bed.run(initiator, &work(AtomicOp::Swap, 0));
+        // Each says what was there once: no two say the same.
+        let mut seen = std::thread::scope(|scope| {
+            for _ in 0..4 {
+                let running = &running;
+                scope.spawn(move || {
+                    for _ in 0..EACH {
+                        bed.submit_soon(initiator, &work(AtomicOp::Add, 3));
+                    }
+                    running.fetch_sub(1, Ordering::AcqRel);
+                });
+            }
+            let mut ends = Vec::new();
+            while running.load(Ordering::Acquire) > 0 {
+                bed.turn(&mut ends);
+                std::thread::yield_now();
+            }
+            ends
+        });
+        seen.extend(bed.settle());
+        let end = bed.run(initiator, &work(AtomicOp::Add, 0));
+        assert_eq!(end.value, 4 * EACH * 3, "by {initiator} at {at:?}");
+        let mut values: Vec<_> = seen.into_iter().map(|end| end.value).collect();
+        values.sort_unstable();
+        values.dedup();
+        assert!(values.is_empty() || values.iter().all(|value| value % 3 == 0 && *value < 4 * EACH * 3), "{values:?}");
+        bed.compare();
+    }
 }
 
 fn quiesce(bed: &Bed) {

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use iommu_addr::{ApertureOffset, EndpointId, Gpa, Location, Segment};
 
 use super::{APERTURES, RAM};
-use crate::{Memory, MemoryError, Work};
+use crate::{Atomic, AtomicOp, Memory, MemoryError, Work};
 
 /// Memory without speed: vectors behind a lock. Guest memory regions that touch are one.
 #[derive(Debug, Default)]
@@ -58,6 +58,12 @@ impl FlatMemory {
         let (dst, data) = match work {
             Work::Copy { src, dst, .. } => (dst, self.gather(src, len)),
             Work::Fill { dst, pattern } => (dst, pattern.to_le_bytes().into_iter().cycle().take(len).collect()),
+            Work::Atomic { at, atomic } => {
+                if bytes > 0 {
+                    self.atomic(*at, *atomic).expect("a word that was changed has a place");
+                }
+                return;
+            }
             Work::Kernel { .. } | Work::Flush => return,
         };
         let mut rest = &data[..];
@@ -121,6 +127,22 @@ impl Memory for FlatMemory {
 
     fn write(&self, dst: Location, from: &[u8]) -> Result<(), MemoryError> {
         self.with(dst, from.len() as u64, |bytes| bytes.copy_from_slice(from))
+    }
+
+    fn atomic(&self, at: Location, atomic: Atomic) -> Result<u64, MemoryError> {
+        self.with(at, atomic.len, |bytes| {
+            let mut word = [0; 8];
+            word[..bytes.len()].copy_from_slice(bytes);
+            let was = u64::from_le_bytes(word);
+            let is_same = |compare: u64| compare.to_le_bytes()[..bytes.len()] == *bytes;
+            let now = match atomic.op {
+                AtomicOp::Add => was.wrapping_add(atomic.operand),
+                AtomicOp::CompareSwap { compare } if !is_same(compare) => was,
+                AtomicOp::Swap | AtomicOp::CompareSwap { .. } => atomic.operand,
+            };
+            bytes.copy_from_slice(&now.to_le_bytes()[..bytes.len()]);
+            was
+        })
     }
 }
 

@@ -57,7 +57,7 @@ impl Plain {
                 dst.iter().try_fold(0, |sum, part| Ok(sum + fill_segments(memory, &[*part], *pattern)?))
             }
             Work::Fill { dst, pattern } => fill_segments(memory, dst, *pattern),
-            Work::Kernel { .. } | Work::Flush => Ok(0),
+            Work::Atomic { .. } | Work::Kernel { .. } | Work::Flush => Ok(0),
         }
     }
 }

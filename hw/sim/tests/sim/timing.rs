@@ -58,7 +58,7 @@ fn a_copy_between_two_places_in_guest_memory_crosses_the_initiators_link() {
 fn within_a_device_no_link_is_crossed() {
     let desk = wired(1);
     let end = desk.run(1, GPU, straight(own(GPU, 0x1000, 1000), own(GPU, 0, 1000)));
-    assert_eq!(end, Finished { job: JobId(0), bytes: 1000, result: Ok(()), raised: false });
+    assert_eq!(end, Finished { job: JobId(0), bytes: 1000, result: Ok(()), raised: false, value: 0 });
     // Two endpoints on one link are slices of one device.
     let mut config = devices(Duration::ZERO, 1);
     config.endpoints.iter_mut().for_each(|endpoint| endpoint.link = Some(LinkId(9)));
@@ -168,7 +168,7 @@ fn an_abort_before_the_bytes_moved_moves_none() {
     desk.engine.abort(JobId(0));
     let mut out = Vec::new();
     desk.engine.poll(&mut out);
-    assert_eq!(out, [Finished { job: JobId(0), bytes: 0, result: Err(EngineError::Aborted), raised: false }]);
+    assert_eq!(out, [Finished { job: JobId(0), bytes: 0, result: Err(EngineError::Aborted), raised: false, value: 0 }]);
     assert_eq!(desk.ends(), [(1, 200)]);
     assert_eq!(desk.bytes(&own(FPGA, 0, 100)), vec![0; 100]);
     assert_eq!(desk.bytes(&own(FPGA, 200, 100)), vec![0xff; 100]);

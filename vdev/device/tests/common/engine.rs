@@ -6,7 +6,7 @@ use std::time::Duration;
 use hw_engine::{
     DmaEngine, EngineCaps, EngineError, Finished, Initiated, JobId, Raised, Submit, Transfer, Work, total_len,
 };
-use iommu_addr::{DomainId, EndpointId, Segment};
+use iommu_addr::{DomainId, EndpointId, Location, Segment};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
@@ -49,6 +49,8 @@ pub struct ScriptEngine {
     pub longest: Mutex<Option<u64>>,
     /// Whoever cannot copy in one hop.
     pub two_hops: Mutex<Option<EndpointId>>,
+    /// Whoever has no atomic operations.
+    pub no_atomics: Mutex<Option<EndpointId>>,
 }
 
 impl ScriptEngine {
@@ -59,8 +61,8 @@ impl ScriptEngine {
     /// One whose IOMMU holds so many mappings.
     pub fn mapping(inner: Arc<dyn DmaEngine>, max_transfer: u64, max_mappings: u32) -> Arc<Self> {
         let (mode, abort_ends) = (Mutex::new(Mode::Inline), Mutex::new(true));
-        let (state, longest, two_hops) = Default::default();
-        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, max_mappings, longest, two_hops })
+        let (state, longest, two_hops, no_atomics) = Default::default();
+        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, max_mappings, longest, two_hops, no_atomics })
     }
 
     pub fn set(&self, mode: Mode) {
@@ -73,7 +75,7 @@ impl ScriptEngine {
 
     fn run(&self, transfer: &Transfer) -> Finished {
         if matches!(transfer.work, Work::Kernel { .. }) {
-            return Finished { job: transfer.job, bytes: len(&transfer.work), result: Ok(()), raised: true };
+            return Finished { job: transfer.job, bytes: len(&transfer.work), result: Ok(()), raised: true, value: 0 };
         }
         match self.inner.submit(transfer) {
             Ok(Submit::Executed(finished)) => finished,
@@ -97,7 +99,7 @@ impl ScriptEngine {
     /// Ends the `index`th held transfer with an error.
     pub fn fail(&self, index: usize, bytes: u64, error: EngineError) {
         let transfer = self.state.lock().unwrap().held.remove(index);
-        self.report(Finished { job: transfer.job, bytes, result: Err(error), raised: false });
+        self.report(Finished { job: transfer.job, bytes, result: Err(error), raised: false, value: 0 });
     }
 
     fn report(&self, finished: Finished) {
@@ -119,6 +121,7 @@ impl ScriptEngine {
 fn len(work: &Work) -> u64 {
     match work {
         Work::Copy { dst, .. } | Work::Fill { dst, .. } | Work::Kernel { dst, .. } => total_len(dst),
+        Work::Atomic { atomic, .. } => atomic.len,
         Work::Flush => 0,
     }
 }
@@ -142,6 +145,10 @@ impl DmaEngine for ScriptEngine {
         self.longest.lock().unwrap().unwrap_or(self.max_transfer)
     }
 
+    fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
+        *self.no_atomics.lock().unwrap() != Some(initiator) && self.inner.has_atomics(initiator, at)
+    }
+
     fn doorbell(&self) {
         let mut state = self.state.lock().unwrap();
         state.rung = state.seen.len();
@@ -161,7 +168,7 @@ impl DmaEngine for ScriptEngine {
             }
             Mode::Fail(bytes) => {
                 let result = Err(EngineError::Device { code: 7 });
-                Ok(Submit::Executed(Finished { job: transfer.job, bytes, result, raised: false }))
+                Ok(Submit::Executed(Finished { job: transfer.job, bytes, result, raised: false, value: 0 }))
             }
             Mode::Inline | Mode::Full => {
                 drop(state);
@@ -186,14 +193,26 @@ impl DmaEngine for ScriptEngine {
             }
         };
         if let Some(transfer) = ended {
-            self.report(Finished { job: transfer.job, bytes: 0, result: Err(EngineError::Aborted), raised: false });
+            self.report(Finished {
+                job: transfer.job,
+                bytes: 0,
+                result: Err(EngineError::Aborted),
+                raised: false,
+                value: 0,
+            });
         }
     }
 
     fn quiesce(&self, out: &mut Vec<Finished>) {
         let held = std::mem::take(&mut self.state.lock().unwrap().held);
         for transfer in held {
-            out.push(Finished { job: transfer.job, bytes: 0, result: Err(EngineError::Aborted), raised: false });
+            out.push(Finished {
+                job: transfer.job,
+                bytes: 0,
+                result: Err(EngineError::Aborted),
+                raised: false,
+                value: 0,
+            });
         }
         self.poll(out);
     }

@@ -555,6 +555,16 @@ pub fn fill(destination: u64, length: u64, pattern: u64) -> WorkDescriptor {
     }
 }
 
+/// `how` is one of the flags of ATOMIC; for a comparison set the source.
+pub fn atomic(how: u32, at: u64, length: u64, operand: u64) -> WorkDescriptor {
+    WorkDescriptor {
+        opcode: (WorkOpcode::Atomic as u16).into(),
+        flags: how.into(),
+        operand: operand.into(),
+        ..copy(0, at, length)
+    }
+}
+
 pub fn fence() -> WorkDescriptor {
     WorkDescriptor {
         opcode: (WorkOpcode::Fence as u16).into(),

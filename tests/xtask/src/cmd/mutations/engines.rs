@@ -205,8 +205,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: what goes through the host is as long as anything",
         file: "hw/engine/src/fleet.rs",
-        from: "Who::Stager => MAX_STAGED,",
-        to: "Who::Stager => u64::MAX,",
+        from: "Who::Stager | Who::Processor(..) => MAX_STAGED,",
+        to: "Who::Stager | Who::Processor(..) => u64::MAX,",
     },
     Mutation {
         name: "cuda: the doorbell is not rung",
@@ -231,5 +231,41 @@ pub(crate) const CUDA: &[Mutation] = &[
         file: "vdev/device/src/run.rs",
         from: "turn.wake |= !turn.glances;",
         to: "",
+    },
+    Mutation {
+        name: "cuda: what is gathered waits for the doorbell, however much it is",
+        file: "hw/cuda/src/ways.rs",
+        from: "let is_full = gathered.len() >= FULL || self.lanes[0].is_long(bytes);",
+        to: "let is_full = gathered.len() >= 100 * FULL && self.lanes[0].is_long(bytes);",
+    },
+    Mutation {
+        name: "cuda: a turn takes no more than it could move itself",
+        file: "vdev/device/src/submit.rs",
+        from: "let most = if state.moves { BYTES } else { u64::MAX };",
+        to: "let most = if state.moves { BYTES } else { BYTES / 1 };",
+    },
+    Mutation {
+        name: "cuda: whoever reaches a GPU's memory is atomic there",
+        file: "hw/cuda/src/reach.rs",
+        from: "from.is_same(to) || from.peer(to).atomics;",
+        to: "from.is_same(to) || from.peer(to).access;",
+    },
+    Mutation {
+        name: "cuda: an initiator that does not reach a word changes it",
+        file: "vdev/device/src/atomic.rs",
+        from: "let mut able = [reaches.then_some(accessor), word.at.owner()].into_iter().flatten();",
+        to: "let mut able = [(reaches || !is_any).then_some(accessor), word.at.owner()].into_iter().flatten();",
+    },
+    Mutation {
+        name: "cuda: an atomic operation tells nobody what was there",
+        file: "vdev/device/src/issue.rs",
+        from: "self.value = finished.value;",
+        to: "",
+    },
+    Mutation {
+        name: "cuda: the right to write does for an atomic operation",
+        file: "vdev/device/src/atomic.rs",
+        from: "let side = Side::new(at, to, Access::RW);",
+        to: "let side = Side::new(at, to, Access::WRITE);",
     },
 ];
