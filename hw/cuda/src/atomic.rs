@@ -64,8 +64,12 @@ impl Kernel {
         while !stream.query()? {
             yield_now();
         }
-        words.bytes().fill(0);
-        Ok(kernel)
+        let (made, was) = words.bytes()[..16].split_at(8);
+        if made == first.operand.to_le_bytes() && was == [0; 8] {
+            return Ok(kernel);
+        }
+        let source = std::io::Error::other("it leaves another number than it must");
+        Err(CudaError::Host { step: "use an atomic operation", source })
     }
 
     /// Begins an atomic operation on the word at `at`; what was there is written to the 8 bytes at `into`.
@@ -112,9 +116,9 @@ impl Shared {
     /// Makes an atomic operation, and waits for it: on the engine's own thread.
     pub(crate) fn atomic(&self, transfer: &Transfer, at: Location, atomic: Atomic, serial: u64) -> Result<(), Unready> {
         let none = Unready::Error(EngineError::NO_ATOMICS);
-        let (gpu, kernel, address) = self.reach.atomic(transfer.initiator, at).ok_or(none)?;
+        let (gpu, kernel, address) = self.reach.atomic(transfer.initiator, at, atomic.len).ok_or(none)?;
         let mut value = 0;
-        // SAFETY: the word is a slice's that the GPU reaches, which lives as long as the engine; the device asks for aligned ones alone.
+        // SAFETY: the word is a slice's that the GPU reaches, which lives as long as the engine; it is aligned.
         let made = self.on_side(gpu, |side| unsafe { side.atomic(kernel, address, atomic) }.map(|was| value = was));
         self.end_now(serial, Finished::atomic(transfer.job, atomic, made.map(|()| value)));
         Ok(())

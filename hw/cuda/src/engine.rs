@@ -2,12 +2,12 @@
 //!
 //! A transfer becomes copies in one lane: those that are short are gathered until there are many or the doorbell rings, and begin together; longer ones begin at
 //! once. A lane says when it is worth looking whether something has ended, so nobody spins for that unless it was asked for. Memory of this process that no GPU has
-//! reached yet is registered first, on a thread of the engine's, and so are fills with more than one byte done there.
+//! reached yet is registered first, on a thread of the engine's, where fills with more than one byte and atomic operations are made, too.
 //!
 //! The driver's errors that stay break the context: then every transfer ends with an error, and the engine is good for nothing more. Its process has
 //! to make another one; no other process is concerned.
 //!
-//! Not here: copies of which no GPU reaches both ends, kernels, rights.
+//! Not here: copies of which no GPU reaches both ends, a guest's kernels, rights.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -133,7 +133,8 @@ impl DmaEngine for CudaEngine {
     }
 
     fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
-        self.shared.reach.atomic(initiator, at).is_some()
+        // As every word is aligned, it is there if its first byte is.
+        self.shared.reach.atomic(initiator, at, 1).is_some()
     }
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {

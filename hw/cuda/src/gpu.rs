@@ -104,10 +104,13 @@ impl Gpu {
         let gpu = Arc::new(Self { driver, info, context, flushes, rdma, kernel });
         match Kernel::load(&gpu) {
             Ok(kernel) => drop(gpu.kernel.set(kernel)),
-            Err(error) => tracing::warn!(
-                "GPU {} makes no atomic operations: {error}. Install the driver's PTX compiler (libnvidia-ptxjitcompiler)",
-                gpu.info.address
-            ),
+            Err(error) => {
+                let is_bare = matches!(error, CudaError::Call { code: code::JIT_COMPILER_NOT_FOUND, .. });
+                let advice =
+                    if is_bare { "; install the driver's PTX compiler (libnvidia-ptxjitcompiler)" } else { "" };
+                let error = &error as &dyn std::error::Error;
+                tracing::warn!(error, "GPU {} makes no atomic operations{advice}", gpu.info.address);
+            }
         }
         Ok(gpu)
     }

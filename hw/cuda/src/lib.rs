@@ -9,9 +9,10 @@
 //! A GPU reaches memory of this process that is mapped by other owners too: a guest's, or an aperture of an FPGA. A copy there is one by the GPU's copy
 //! engine into the host's memory, or into a device's BAR where that is what is mapped; it is a peer-to-peer copy over PCIe only in the second case.
 //!
-//! `unsafe` is in `driver`, `gpu`, `peer`, `nvml`, `slice`, `pinned`, and wherever an address is handed to a GPU: `registry`, `lane`, `ways`, `side`, `shared`, `engine`.
+//! `unsafe` is in `driver`, `gpu`, `peer`, `nvml`, `slice`, `pinned`, and wherever an address is handed to a GPU: `registry`, `lane`, `ways`, `side`, `shared`, `engine`,
+//! `atomic`.
 //!
-//! Not here: translation, rights, kernels, copies through the processor.
+//! Not here: translation, rights, a guest's kernels, copies through the processor.
 
 mod atomic;
 mod driver;

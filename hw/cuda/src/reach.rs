@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hw_engine::{EngineError, Memory, MemoryError, Pairs, Place};
-use iommu_addr::{EndpointId, Location, Segment};
+use iommu_addr::{ApertureOffset, EndpointId, Location, Segment};
 use smallvec::SmallVec;
 
 use crate::atomic::Kernel;
@@ -56,7 +56,7 @@ impl Seldom {
 /// Why a transfer cannot begin.
 #[derive(Debug)]
 pub(crate) enum Unready {
-    /// Some of this process's memory is not registered yet.
+    /// It is for the engine's own thread: memory is to be registered first, or somebody has to wait.
     Unregistered,
     /// It never can.
     Error(EngineError),
@@ -166,13 +166,13 @@ impl Reach {
         of(initiator).into_iter().chain(owners()).find(|gpu| owners().all(|owner| self.peers[*gpu][owner]))
     }
 
-    /// The GPU that makes an atomic operation for an initiator, with what it runs and the word's address.
-    pub(crate) fn atomic(&self, initiator: EndpointId, at: Location) -> Option<(usize, Kernel, u64)> {
-        let Location::Aperture { endpoint, offset } = at else { return None };
+    /// The GPU that makes an atomic operation for an initiator on a word of so many bytes, with what it runs and the word's address.
+    pub(crate) fn atomic(&self, initiator: EndpointId, at: Location, len: u64) -> Option<(usize, Kernel, u64)> {
+        let Location::Aperture { endpoint, offset: ApertureOffset(offset) } = at else { return None };
         let (actor, own) = (self.own(initiator)?, self.own(endpoint)?);
-        let is_there = offset.0 < own.slice.len();
+        let is_there = offset.is_multiple_of(len) && offset.checked_add(len).is_some_and(|end| end <= own.slice.len());
         let kernel = actor.slice.gpu().kernel().filter(|_| is_there && self.atomics[actor.gpu][own.gpu])?;
-        Some((actor.gpu, kernel, own.slice.base() + offset.0))
+        Some((actor.gpu, kernel, own.slice.base() + offset))
     }
 
     /// Whether a GPU copies these places from one to the other: each piece has an end that is a slice which it reaches, and no end that it does not.

@@ -79,7 +79,7 @@ impl Book {
         self.waiting.remove(&serial);
         self.flushes.remove(&serial);
         self.running.remove(&serial);
-        self.ended.push(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false, value: 0 });
+        self.ended.push(Finished::failed(job, EngineError::Aborted));
         true
     }
 }
@@ -261,10 +261,7 @@ impl Shared {
                     Unready::Error(error) => error,
                     Unready::Unregistered => EngineError::Aborted,
                 };
-                self.end_now(
-                    serial,
-                    Finished { job: transfer.job, bytes: 0, result: Err(error), raised: false, value: 0 },
-                );
+                self.end_now(serial, Finished::failed(transfer.job, error));
             }
             self.ring();
             // What has gone while it was registered was not given up with the rest.

@@ -1,4 +1,5 @@
-//! [`Side`]: what the engine does for its owner's sake, and waits for: bytes read and written by the processor, and fills with more than one byte.
+//! [`Side`]: what the engine does for its owner's sake, and waits for: bytes read and written by the processor, fills with more
+//! than one byte, and atomic operations.
 //!
 //! Not here: transfers.
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use common::{Fake, World, copy, endpoint, own, ram, regions, transfer, until};
 use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
-use hw_engine::{DmaEngine, EngineError, Memory, Owner, RamMap, Work};
+use hw_engine::{Atomic, AtomicOp, DmaEngine, EngineError, Memory, Owner, RamMap, Work};
 use hw_host::HostMemory;
 
 const MIB: u64 = 1 << 20;
@@ -34,7 +34,7 @@ fn listen(engine: &CudaEngine) -> Arc<Mutex<Vec<String>>> {
     heard
 }
 
-/// One of every kind: large, small, filled, to be registered first, and a flush.
+/// One of every kind: large, small, filled, to be registered first, atomic, and a flush.
 fn begin_all(world: &World) -> usize {
     let fill = |pattern| {
         let dst = [iommu_addr::Segment { at: own(0, 0), len: 4096 }];
@@ -48,6 +48,7 @@ fn begin_all(world: &World) -> usize {
         fill(0),
         fill(0x0102),
         copy(own(0, 0), ram(OTHER), 64),
+        Work::Atomic { at: own(0, 8), atomic: Atomic { op: AtomicOp::Add, len: 8, operand: 1 } },
         Work::Flush,
     ];
     let count = works.len();

@@ -158,8 +158,7 @@ fn a_host_that_gives_no_memory_to_the_gpu_fails_that_transfer_alone() {
     world.run(copy(own(0, 0), ram(seam - 8), 8));
     world.fake.set("room", world.fake.get("registered"));
     world.submit(1, copy(own(0, 0), ram(seam), 8));
-    let refused =
-        Finished { job: JobId(1), bytes: 0, result: Err(EngineError::Device { code: 2 }), raised: false, value: 0 };
+    let refused = Finished::failed(JobId(1), EngineError::Device { code: 2 });
     assert_eq!(world.ends(1), [refused]);
     world.run(copy(own(0, 0), ram(seam - 8), 8));
     world.fake.set("room", 1 << 40);

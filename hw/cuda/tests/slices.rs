@@ -243,6 +243,12 @@ fn whoever_has_native_atomics_changes_the_word_itself() {
         }
         let world = World::new(fake, 4 * MIB, &regions(&[(0, MIB)]), Settings::default());
         assert_eq!([0, 1].map(|by| world.engine.has_atomics(endpoint(by), own(0, 8))), able, "{name}");
+        // A word that is not aligned, or not there in full.
+        for (at, len) in [(own(0, 4), 8), (own(0, 4 * MIB - 4), 8), (own(0, 2), 4)] {
+            let atomic = Atomic { op: AtomicOp::Add, len, operand: 1 };
+            world.engine.submit(&transfer(9, 0, Work::Atomic { at, atomic })).unwrap();
+            assert_eq!(world.ends(1)[0].result, Err(EngineError::NO_ATOMICS), "{at:?}");
+        }
         for at in [own(0, 4 * MIB), own(7, 0), ram(0)] {
             assert!(!world.engine.has_atomics(endpoint(0), at), "{name}: {at:?}");
         }

@@ -151,6 +151,11 @@ impl Finished {
         Self { job, bytes, result, raised: false, value: 0 }
     }
 
+    /// The end of a transfer that has moved nothing.
+    pub fn failed(job: JobId, error: EngineError) -> Self {
+        Self { job, bytes: 0, result: Err(error), raised: false, value: 0 }
+    }
+
     /// The end of an atomic operation.
     pub fn atomic(job: JobId, atomic: Atomic, was: Result<u64, EngineError>) -> Self {
         let (bytes, value) = was.map_or((0, 0), |value| (atomic.len, value));

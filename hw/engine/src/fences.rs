@@ -91,7 +91,7 @@ impl Fences {
                     at += 1;
                     continue;
                 }
-                Err(error) => ended.push(Finished { job, bytes: 0, result: Err(error), raised: false, value: 0 }),
+                Err(error) => ended.push(Finished::failed(job, error)),
             }
             state.held.remove(at);
         }
@@ -102,7 +102,7 @@ impl Fences {
         let mut state = self.lock();
         let at = state.held.iter().position(|(transfer, _)| transfer.job == job)?;
         state.held.remove(at);
-        Some(Finished { job, bytes: 0, result: Err(EngineError::Aborted), raised: false, value: 0 })
+        Some(Finished::failed(job, EngineError::Aborted))
     }
 
     /// Gives up all of them; nothing runs any more.

@@ -58,7 +58,7 @@ impl Carrier for Stager {
             Work::Fill { dst, pattern } => fill_segments(&*self.0, dst, *pattern),
             // What came before was the processor's own doing.
             Work::Flush => return (0, Ok(())),
-            // See `Who::Processor`.
+            // The processor makes those at once.
             Work::Atomic { .. } => return (0, Err(EngineError::NO_ATOMICS)),
             Work::Kernel { .. } => return (0, Err(EngineError::NO_KERNELS)),
         };
@@ -117,8 +117,6 @@ enum Who<'a> {
     Member(&'a Arc<dyn Owner>),
     Stager,
     Rest,
-    /// The caller's thread, at once: an atomic operation on memory of this process.
-    Processor(Location, Atomic),
 }
 
 impl Fleet {
@@ -156,9 +154,8 @@ impl Fleet {
             },
             Work::Flush if self.idle.contains(&transfer.initiator) => Who::Stager,
             Work::Flush => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),
-            Work::Atomic { at, atomic } => match self.members.owner_of(*at) {
+            Work::Atomic { at, .. } => match self.members.owner_of(*at) {
                 Some(engine) => Who::Member(engine),
-                None if self.is_hardware(transfer.initiator) => Who::Processor(*at, *atomic),
                 None => Who::Rest,
             },
             Work::Kernel { .. } => Who::Rest,
@@ -192,14 +189,18 @@ impl Fleet {
     }
 
     fn hand_over(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
+        if let Work::Atomic { at, atomic } = transfer.work
+            && self.members.owner_of(at).is_none()
+            && self.is_hardware(transfer.initiator)
+        {
+            // Of memory of this process the processor changes a word at once.
+            let was = self.memory.atomic(at, atomic).map_err(EngineError::Memory);
+            return Ok(Submit::Executed(Finished::atomic(transfer.job, atomic, was)));
+        }
         match self.who(transfer) {
             Who::Member(engine) => engine.submit(transfer),
             Who::Stager => self.stager.submit(transfer),
             Who::Rest => self.rest.submit(transfer),
-            Who::Processor(at, atomic) => {
-                let was = self.memory.atomic(at, atomic).map_err(EngineError::Memory);
-                Ok(Submit::Executed(Finished::atomic(transfer.job, atomic, was)))
-            }
         }
     }
 
@@ -255,7 +256,7 @@ impl DmaEngine for Fleet {
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         match self.copier(initiator, dst, src, Route::Direct) {
             Who::Member(_) => true,
-            Who::Stager | Who::Processor(..) => false,
+            Who::Stager => false,
             Who::Rest => self.rest.in_one_hop(initiator, dst, src),
         }
     }
@@ -280,7 +281,7 @@ impl DmaEngine for Fleet {
     fn longest(&self, transfer: &Transfer) -> u64 {
         match self.who(transfer) {
             Who::Member(engine) => engine.longest(transfer),
-            Who::Stager | Who::Processor(..) => MAX_STAGED,
+            Who::Stager => MAX_STAGED,
             Who::Rest => self.rest.longest(transfer),
         }
     }

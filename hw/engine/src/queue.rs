@@ -240,7 +240,7 @@ impl<C> Shared<C> {
 
 impl<C> State<C> {
     fn give_up(&mut self, job: JobId, error: EngineError) {
-        self.ended.push(Finished { job, bytes: 0, result: Err(error), raised: false, value: 0 });
+        self.ended.push(Finished::failed(job, error));
     }
 
     /// Gives up what waits. A call is dropped with its answer's channel, which says so.

@@ -245,8 +245,8 @@ impl Span<'_> {
             return None;
         }
         match atomic.len {
-            // SAFETY: The span is that long, aligned, and lies inside a living mapping. What others do to the same bytes, guests and devices, is not
-            // memory that Rust knows of.
+            // SAFETY: The span is that long, aligned, and lies inside a living mapping. What others do to the same bytes, guests, devices and
+            // copies by threads of this process, is as for every access here: no Rust reference is to them, and what is read then is some mixture.
             4 => Some(atomic.on_u32(unsafe { AtomicU32::from_ptr(self.first.as_ptr().cast()) })),
             // SAFETY: As above.
             8 => Some(atomic.on_u64(unsafe { AtomicU64::from_ptr(self.first.as_ptr().cast()) })),

@@ -48,7 +48,7 @@ pub(crate) struct Submission {
     records: Vec<Completion>,
     /// Since when there has been nothing to take; `None` while chains come.
     idle_since: Option<Instant>,
-    /// The last turn that had chains moved bytes itself. Then it takes no more of them than it can move; engines that only begin transfers have a turn take
+    /// The last turn that had chains moved as much as it may itself. Then the next takes no more than it can move; engines that only begin transfers have a turn take
     /// what there is.
     moves: bool,
 }
@@ -115,7 +115,7 @@ impl Device {
             }
         }
         write_back(port, chains.get_mut(flushed..).unwrap_or_default(), records);
-        *moves = if chains.is_empty() { *moves } else { turn.has_spent() };
+        *moves = if chains.is_empty() { *moves } else { turn.is_spent() };
         chains.clear();
         self.settle(turn);
         let more = may_have_more || !self.ready.is_empty();

@@ -81,11 +81,6 @@ impl Turn {
         self.budget = self.budget.saturating_sub(bytes);
     }
 
-    /// Whether this thread has moved bytes.
-    pub(crate) fn has_spent(&self) -> bool {
-        self.budget < BYTES
-    }
-
     /// Whether others should get their turn now.
     pub(crate) fn is_spent(&self) -> bool {
         self.budget == 0

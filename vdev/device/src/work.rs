@@ -6,8 +6,8 @@ use hw_engine::{Atomic, AtomicOp};
 use iommu_addr::{DomainId, EndpointId, Iova, Range, StreamId};
 use vdev_wire::{
     COMPLETION_SIZE, DESCRIPTOR_SIZE, FENCE_DEVICE, FENCE_SYSTEM, INITIATOR_ANY, SUBMIT_HEADER_SIZE, SubmitHeader,
-    VERSION, WORK_ATOMIC, WORK_ATOMIC_ADD, WORK_ATOMIC_COMPARE_SWAP, WORK_ATOMIC_SWAP, WORK_SYSTEM, WorkDescriptor,
-    WorkOpcode,
+    VERSION, WORK_ATOMIC_ADD, WORK_ATOMIC_COMPARE_SWAP, WORK_ATOMIC_MASK, WORK_ATOMIC_SWAP, WORK_SYSTEM,
+    WorkDescriptor, WorkOpcode,
 };
 use zerocopy::{FromBytes, transmute_ref};
 
@@ -101,8 +101,11 @@ fn parse(descriptor: &WorkDescriptor) -> Result<Work, RequestError> {
         return Err(field("reserved", 1));
     }
     let raw = descriptor.opcode.get();
-    let known =
-        if WorkOpcode::from_raw(raw) == Some(WorkOpcode::Atomic) { WORK_SYSTEM | WORK_ATOMIC } else { WORK_SYSTEM };
+    let known = if WorkOpcode::from_raw(raw) == Some(WorkOpcode::Atomic) {
+        WORK_SYSTEM | WORK_ATOMIC_MASK
+    } else {
+        WORK_SYSTEM
+    };
     if flags & !known != 0 {
         return Err(field("flags", u64::from(flags)));
     }
@@ -139,7 +142,7 @@ fn parse(descriptor: &WorkDescriptor) -> Result<Work, RequestError> {
 
 /// ATOMIC: a word of 4 or 8 bytes, naturally aligned, so that it has one place.
 fn atomic(flags: u32, source: u64, destination: u64, len: u64, operand: u64) -> Result<Operation, RequestError> {
-    let op = match flags & WORK_ATOMIC {
+    let op = match flags & WORK_ATOMIC_MASK {
         WORK_ATOMIC_ADD => AtomicOp::Add,
         WORK_ATOMIC_SWAP => AtomicOp::Swap,
         WORK_ATOMIC_COMPARE_SWAP => AtomicOp::CompareSwap { compare: source },

@@ -5,7 +5,7 @@ mod common;
 
 use common::*;
 use hw_engine::Work;
-use iommu_addr::{Access, EndpointId};
+use iommu_addr::Access;
 use vdev_device::{Counter, Reach};
 use vdev_wire::{
     ALLOC_REGISTERS, Completion, FaultReason, MAP_READ, MAP_WRITE, Opcode, PEER_READ, PEER_WRITE, PathReason, Status,
@@ -136,17 +136,62 @@ fn it_takes_the_right_to_read_and_the_right_to_write() {
     // Registers take loads and stores alone.
     refused(&mut bed, add(REGS).by(FPGA), Status::Fault, FaultReason::Access, Access::RW);
     assert_eq!(bed.vram(FPGA, 0, 8), [0; 8]);
-    assert_eq!(EndpointId::local(0), GPU);
 }
 
 #[test]
-fn one_that_is_given_up_tells_nothing() {
+fn one_that_is_given_up_after_it_was_made_tells_nothing_of_what_was_there() {
     let mut bed = bed();
+    bed.run_one(1, fill(VA, 8, 7));
     bed.engine.set(Mode::Hold);
-    let batch = bed.submit(1, &[add(VA).cookie(1)]);
+    let mut work = add(VA).cookie(1);
+    work.flags = (WORK_ATOMIC_ADD | WORK_SYSTEM).into();
+    let batch = bed.submit(1, &[work]);
     bed.drain();
+    bed.engine.release(0);
+    bed.drain();
+    assert_eq!((bed.engine.held(), bed.statuses(batch)), (1, vec![None]), "the flush behind it");
     assert_eq!(bed.cancel(1, 0, Some(1)), (0, 1));
     bed.drain();
     let record = bed.records(batch)[0];
-    assert_eq!(end(&record), (Status::Cancelled, 0, 0, 0, 0));
+    assert_eq!(end(&record), (Status::Cancelled, 8, 0, LOCAL.0, LOCAL.1));
+    assert_eq!(bed.vram(GPU, 0, 8), u64::to_le_bytes(8));
+}
+
+#[test]
+fn what_takes_memory_or_rights_away_waits_for_one_that_was_issued() {
+    let mut bed = bed();
+    bed.enable(1, GPU, FPGA, PEER_READ | PEER_WRITE);
+    bed.engine.set(Mode::Hold);
+    let batch = bed.submit(1, &[add(VB).by(GPU)]);
+    bed.drain();
+    let disable = bed.start(Opcode::PeerDisable, 1, peer(GPU, FPGA, PEER_READ).as_bytes());
+    bed.drain();
+    assert!(bed.answer(disable).is_none(), "it is under way");
+    assert_eq!(bed.statuses(batch), [None]);
+    bed.engine.release(0);
+    bed.drain();
+    assert!(bed.answer(disable).is_some());
+    assert_eq!(bed.statuses(batch), [Some(Status::Ok)]);
+    let batch = bed.submit(1, &[add(D).stream(2)]);
+    bed.drain();
+    let unmap = bed.start(Opcode::Unmap, 1, unmap(0, VA - 1).as_bytes());
+    bed.drain();
+    assert!(bed.answer(unmap).is_none(), "it is under way");
+    bed.engine.release(0);
+    bed.drain();
+    assert!(bed.answer(unmap).is_some());
+    assert_eq!(bed.statuses(batch), [Some(Status::Ok)]);
+}
+
+#[test]
+fn a_full_engine_makes_it_once() {
+    let mut bed = bed();
+    bed.engine.set(Mode::Full);
+    let batch = bed.submit(1, &[add(VA), add(VA)]);
+    bed.drain();
+    assert_eq!(bed.statuses(batch), [None, None]);
+    bed.engine.set(Mode::Inline);
+    bed.drain();
+    let was: Vec<_> = bed.records(batch).iter().map(|record| end(record).2).collect();
+    assert_eq!((was, bed.vram(GPU, 0, 8)), (vec![0, 1], u64::to_le_bytes(2).to_vec()));
 }

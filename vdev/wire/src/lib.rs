@@ -24,8 +24,8 @@ pub use event::{ACCESS_READ, ACCESS_WRITE, Event, EventKind, FaultReason, OWNER_
 pub use status::Status;
 pub use work::{
     COMPLETION_PENDING, COMPLETION_SIZE, Completion, DESCRIPTOR_SIZE, FENCE_DEVICE, FENCE_PEER, FENCE_SYSTEM,
-    INITIATOR_ANY, PathReason, SUBMIT_HEADER_SIZE, SubmitHeader, TransferPath, WORK_ATOMIC, WORK_ATOMIC_ADD,
-    WORK_ATOMIC_COMPARE_SWAP, WORK_ATOMIC_SWAP, WORK_SYSTEM, WorkDescriptor, WorkOpcode,
+    INITIATOR_ANY, PathReason, SUBMIT_HEADER_SIZE, SubmitHeader, TransferPath, WORK_ATOMIC_ADD,
+    WORK_ATOMIC_COMPARE_SWAP, WORK_ATOMIC_MASK, WORK_ATOMIC_SWAP, WORK_SYSTEM, WorkDescriptor, WorkOpcode,
 };
 
 /// The virtio device id used unless the operator sets another (37 has no Linux driver and is accepted by QEMU 11.1).

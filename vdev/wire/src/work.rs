@@ -69,7 +69,7 @@ pub const WORK_ATOMIC_SWAP: u32 = 2 << 8;
 /// Flag of ATOMIC: put `operand` in the word's place if the word is `source`.
 pub const WORK_ATOMIC_COMPARE_SWAP: u32 = 3 << 8;
 /// Bits of those.
-pub const WORK_ATOMIC: u32 = 0xf << 8;
+pub const WORK_ATOMIC_MASK: u32 = 0xf << 8;
 
 /// One unit of work: a 64-byte slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -81,7 +81,7 @@ pub struct WorkDescriptor {
     pub ext: u8,
     /// Zero.
     pub reserved0: u8,
-    /// [`WORK_SYSTEM`]; of ATOMIC one of [`WORK_ATOMIC`], too.
+    /// [`WORK_SYSTEM`]; of ATOMIC one of [`WORK_ATOMIC_MASK`], too.
     pub flags: U32,
     /// Stream of the domain that orders it.
     pub stream: U32,

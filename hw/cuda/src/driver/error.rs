@@ -77,6 +77,7 @@ pub enum CudaError {
 pub(crate) mod code {
     pub(crate) const OUT_OF_MEMORY: u32 = 2;
     pub(crate) const NO_DEVICE: u32 = 100;
+    pub(crate) const JIT_COMPILER_NOT_FOUND: u32 = 221;
     pub(crate) const NOT_READY: u32 = 600;
     pub(crate) const SYSTEM_DRIVER_MISMATCH: u32 = 803;
 }

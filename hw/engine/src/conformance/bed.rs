@@ -64,7 +64,7 @@ impl Bed {
                 Err(EngineError::Busy)
             }
             Err(error) => {
-                let finished = Finished { job, bytes: 0, result: Err(error), raised: false, value: 0 };
+                let finished = Finished::failed(job, error);
                 self.record(&finished);
                 Ok((job, Some(finished)))
             }

@@ -168,7 +168,7 @@ fn an_abort_before_the_bytes_moved_moves_none() {
     desk.engine.abort(JobId(0));
     let mut out = Vec::new();
     desk.engine.poll(&mut out);
-    assert_eq!(out, [Finished { job: JobId(0), bytes: 0, result: Err(EngineError::Aborted), raised: false, value: 0 }]);
+    assert_eq!(out, [Finished::failed(JobId(0), EngineError::Aborted)]);
     assert_eq!(desk.ends(), [(1, 200)]);
     assert_eq!(desk.bytes(&own(FPGA, 0, 100)), vec![0; 100]);
     assert_eq!(desk.bytes(&own(FPGA, 200, 100)), vec![0xff; 100]);

@@ -193,26 +193,14 @@ impl DmaEngine for ScriptEngine {
             }
         };
         if let Some(transfer) = ended {
-            self.report(Finished {
-                job: transfer.job,
-                bytes: 0,
-                result: Err(EngineError::Aborted),
-                raised: false,
-                value: 0,
-            });
+            self.report(Finished::failed(transfer.job, EngineError::Aborted));
         }
     }
 
     fn quiesce(&self, out: &mut Vec<Finished>) {
         let held = std::mem::take(&mut self.state.lock().unwrap().held);
         for transfer in held {
-            out.push(Finished {
-                job: transfer.job,
-                bytes: 0,
-                result: Err(EngineError::Aborted),
-                raised: false,
-                value: 0,
-            });
+            out.push(Finished::failed(transfer.job, EngineError::Aborted));
         }
         self.poll(out);
     }

@@ -205,8 +205,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: what goes through the host is as long as anything",
         file: "hw/engine/src/fleet.rs",
-        from: "Who::Stager | Who::Processor(..) => MAX_STAGED,",
-        to: "Who::Stager | Who::Processor(..) => u64::MAX,",
+        from: "Who::Stager => MAX_STAGED,",
+        to: "Who::Stager => u64::MAX,",
     },
     Mutation {
         name: "cuda: the doorbell is not rung",

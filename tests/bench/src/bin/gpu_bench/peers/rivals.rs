@@ -146,18 +146,20 @@ impl Line {
 
 /// Has threads that begin at the same time do something each, and says how long all of it took. Whoever fails lets the others go on all the same.
 pub(crate) fn together<F: FnOnce() -> Result<()> + Send>(what: impl ExactSizeIterator<Item = F>) -> Result<Duration> {
-    let go = Barrier::new(what.len() + 1);
+    let (ready, go) = (Barrier::new(what.len() + 1), Barrier::new(what.len() + 1));
     std::thread::scope(|scope| {
         let body = |what: F| {
-            let go = &go;
+            let (ready, go) = (&ready, &go);
             move || {
+                ready.wait();
                 go.wait();
                 what()
             }
         };
         let threads: Vec<_> = what.map(|what| scope.spawn(body(what))).collect();
-        go.wait();
+        ready.wait();
         let start = Instant::now();
+        go.wait();
         for thread in threads {
             thread.join().ok().context("A thread panicked")??;
         }
