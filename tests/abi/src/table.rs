@@ -358,6 +358,7 @@ pub fn constants() -> Vec<Constant> {
         constant!(VIRTIO_PEERGATE_WORK_ATOMIC_ADD = vdev_wire::WORK_ATOMIC_ADD),
         constant!(VIRTIO_PEERGATE_WORK_ATOMIC_SWAP = vdev_wire::WORK_ATOMIC_SWAP),
         constant!(VIRTIO_PEERGATE_WORK_ATOMIC_COMPARE_SWAP = vdev_wire::WORK_ATOMIC_COMPARE_SWAP),
+        constant!(VIRTIO_PEERGATE_WORK_ATOMIC_MASK = vdev_wire::WORK_ATOMIC_MASK),
         constant!(VIRTIO_PEERGATE_INITIATOR_ANY = vdev_wire::INITIATOR_ANY),
         constant!(VIRTIO_PEERGATE_PATH_NONE = vdev_wire::TransferPath::None),
         constant!(VIRTIO_PEERGATE_PATH_DIRECT = vdev_wire::TransferPath::Direct),

@@ -242,6 +242,7 @@ struct virtio_peergate_submit {
 #define VIRTIO_PEERGATE_WORK_ATOMIC_ADD		(1 << 8)
 #define VIRTIO_PEERGATE_WORK_ATOMIC_SWAP	(2 << 8)
 #define VIRTIO_PEERGATE_WORK_ATOMIC_COMPARE_SWAP	(3 << 8)
+#define VIRTIO_PEERGATE_WORK_ATOMIC_MASK	(0xf << 8)
 #define VIRTIO_PEERGATE_INITIATOR_ANY	0x0000ffff
 
 struct virtio_peergate_work {
