@@ -8,7 +8,6 @@
 use std::ffi::{c_uint, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::thread::yield_now;
 
 use hw_engine::{Atomic, AtomicOp, EngineError, Finished, Transfer};
 use iommu_addr::Location;
@@ -60,10 +59,7 @@ impl Kernel {
         let first = Atomic { op: AtomicOp::Add, len: 8, operand: 1 };
         // SAFETY: both places are in memory that stays until the stream has passed the kernel: see below.
         unsafe { kernel.launch(&stream, words.address(), words.address() + 8, first) }?;
-        // An error is that of a context that does nothing any more.
-        while !stream.query()? {
-            yield_now();
-        }
+        stream.finish()?;
         let (made, was) = words.bytes()[..16].split_at(8);
         if made == first.operand.to_le_bytes() && was == [0; 8] {
             return Ok(kernel);

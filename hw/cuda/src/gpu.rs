@@ -9,6 +9,7 @@ use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, OnceLock};
+use std::thread::yield_now;
 
 use crate::atomic::Kernel;
 use crate::driver::{Answer, CopyAttributes, CudaError, Driver, GpuInfo, MemLocation, Opaque, code};
@@ -290,6 +291,14 @@ impl Stream {
         // SAFETY: as the caller promises.
         let answer = unsafe { (driver.table.stream_write)(self.handle.get(), word as u64, value, 0) };
         driver.check("cuStreamWriteValue32", answer)
+    }
+
+    /// Waits until everything has ended. An error is that of a context that does nothing any more.
+    pub(crate) fn finish(&self) -> Result<(), CudaError> {
+        while !self.query()? {
+            yield_now();
+        }
+        Ok(())
     }
 
     /// Whether everything has ended. An error is one of the whole context.

@@ -9,7 +9,6 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
-use std::thread::yield_now;
 
 use crate::driver::{AccessDesc, Allocation, AllocationProp, CudaError, DevicePtr, Driver, MemLocation, code};
 use crate::gpu::{Gpu, Stream};
@@ -156,11 +155,7 @@ impl Slice {
         let stream = Stream::new(&self.gpu)?;
         // SAFETY: the memory is this slice's, which lives until the stream has passed the work: see below.
         unsafe { stream.set(self.base, 0, self.bytes() as u64) }?;
-        // An error is that of a context that does nothing any more.
-        while !stream.query()? {
-            yield_now();
-        }
-        Ok(())
+        stream.finish()
     }
 
     /// Whose memory it is.

@@ -110,13 +110,7 @@ impl Fences {
         let mut state = self.lock();
         state.running.clear();
         let held = state.held.drain(..).map(|(transfer, _)| transfer.job);
-        ended.extend(held.map(|job| Finished {
-            job,
-            bytes: 0,
-            result: Err(EngineError::Aborted),
-            raised: false,
-            value: 0,
-        }));
+        ended.extend(held.map(|job| Finished::failed(job, EngineError::Aborted)));
     }
 }
 
@@ -138,16 +132,12 @@ mod tests {
                 // From another thread.
                 assert_eq!(fences.submit(&flush(2), |_| unreachable!("it waits")), Ok(Submit::Submitted));
                 assert!(!fences.is_due());
-                at_once.map(|()| {
-                    Submit::Executed(Finished { job: JobId(1), bytes: 0, result: Ok(()), raised: false, value: 0 })
-                })
+                at_once.map(|()| Submit::Executed(Finished::moved(JobId(1), Ok(0))))
             });
             assert_eq!(done.map(drop), at_once);
             assert!(fences.is_due());
             let mut ended = Vec::new();
-            fences.note(&mut ended, 0, |transfer| {
-                Ok(Submit::Executed(Finished { job: transfer.job, bytes: 0, result: Ok(()), raised: false, value: 0 }))
-            });
+            fences.note(&mut ended, 0, |transfer| Ok(Submit::Executed(Finished::moved(transfer.job, Ok(0)))));
             assert_eq!(ended.iter().map(|end| end.job).collect::<Vec<_>>(), [JobId(2)]);
         }
     }

@@ -446,13 +446,7 @@ mod tests {
         fn poll(&self, out: &mut Vec<Finished>) -> Option<Duration> {
             self.count("poll");
             let ended = std::mem::take(&mut *self.ended.lock().unwrap());
-            out.extend(ended.into_iter().map(|job| Finished {
-                job,
-                bytes: 0,
-                result: Ok(()),
-                raised: false,
-                value: 0,
-            }));
+            out.extend(ended.into_iter().map(|job| Finished::moved(job, Ok(0))));
             None
         }
 

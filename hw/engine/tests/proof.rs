@@ -80,13 +80,8 @@ impl DmaEngine for Engine {
         let mut held = self.held.lock().unwrap();
         match self.manner {
             Manner::Hangs => {}
-            Manner::Fails => out.extend(held.drain(..).map(|transfer| Finished {
-                job: transfer.job,
-                bytes: 0,
-                result: Err(EngineError::Device { code: 9 }),
-                raised: false,
-                value: 0,
-            })),
+            Manner::Fails => out
+                .extend(held.drain(..).map(|transfer| Finished::failed(transfer.job, EngineError::Device { code: 9 }))),
             _ => out.extend(held.drain(..).map(|transfer| self.run(&transfer))),
         }
         None

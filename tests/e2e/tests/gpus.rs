@@ -74,6 +74,12 @@ const TALKATIVE: &str = "log = \"info,vmm_daemon=debug\"\n";
 /// Addresses that `hw_cuda`'s driver gives its GPUs.
 const FAKE: [&str; 2] = ["0000:1a:00.0", "0000:1b:00.0"];
 
+/// The self-test's cases between GPUs, with so many bytes.
+fn between_gpus(size: u64) -> selftest::Options {
+    let only = selftest::names().into_iter().filter(|name| name.starts_with("gpus/")).map(str::to_owned).collect();
+    selftest::Options { only, size, ..selftest::Options::default() }
+}
+
 /// A daemon, and the libraries that it loads if those are not the machine's.
 struct Bed {
     daemon: Daemon,
@@ -113,9 +119,7 @@ impl Bed {
 
     /// The self-test between GPUs as tenant `both`, whose refusals the operator sees, too.
     fn try_gpus(&self) -> Result<()> {
-        let only = selftest::names().into_iter().filter(|name| name.starts_with("gpus/")).map(str::to_owned).collect();
-        let size = if self.is_real { 8 << 20 } else { 1 << 20 };
-        let options = selftest::Options { only, size, ..selftest::Options::default() };
+        let options = between_gpus(if self.is_real { 8 << 20 } else { 1 << 20 });
         let driver = self.connect("both")?;
         let (overhear, mut rows) = (Overhear::new(&driver), Vec::new());
         selftest::run(&overhear, &options, &mut |row| rows.push(row.clone()))?;
@@ -252,8 +256,7 @@ fn simulated_gpus_pass_the_same_and_so_do_those_that_are_staged() -> Result<()> 
             .replace("kind = \"cuda\"\ngpu = \"ONE\"", "kind = \"gpu\"")
             .replace("kind = \"cuda\"\ngpu = \"OTHER\"", "kind = \"gpu\"");
         let config = config.replace("name = \"both\"\n", &format!("name = \"both\"\n{policy}"));
-        let only = selftest::names().into_iter().filter(|name| name.starts_with("gpus/")).map(str::to_owned).collect();
-        let options = selftest::Options { only, size: 1 << 20, ..selftest::Options::default() };
+        let options = between_gpus(1 << 20);
         let scenario =
             Scenario { config, tenant: "both".to_owned(), options, ..Scenario::demo(Binaries::build()?, None) };
         let (mut failed, mut staged) = (Vec::new(), 0);

@@ -3,7 +3,7 @@
 //! Not here: what is tried.
 
 use anyhow::Result;
-use peergate_guest::{Access, AtomicOp, EndpointKind, PathReason, Session, TransferPath, Width};
+use peergate_guest::{Access, AtomicOp, EndpointKind, PathReason, TransferPath, Width};
 
 use super::atomics::{add_together, is_able, sum};
 use super::{Bench, Case, Row, moves, refusals};
@@ -50,7 +50,7 @@ fn atomics(bench: &Bench<'_>, name: &str) -> Result<Vec<Row>> {
 
 /// Tries a case between the first two GPUs; no rows without a second one. The path is to be the one that the device promises.
 fn between(bench: &Bench<'_>, name: &str, case: Case) -> Result<Vec<Row>> {
-    let session = Session::open(bench.driver)?;
+    let session = bench.session()?;
     let endpoints = session.endpoints()?;
     let mut gpus = endpoints.into_iter().filter(|endpoint| endpoint.kind == Some(EndpointKind::Gpu));
     let Some(peer) = gpus.find(|other| other.number != bench.gpu.number) else { return Ok(Vec::new()) };
