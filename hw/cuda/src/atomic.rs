@@ -110,13 +110,13 @@ impl Kernel {
 
 impl Shared {
     /// Makes an atomic operation, and waits for it: on the engine's own thread.
-    pub(crate) fn atomic(&self, transfer: &Transfer, at: Location, atomic: Atomic, serial: u64) -> Result<(), Unready> {
+    pub(crate) fn atomic(&self, transfer: &Transfer, at: Location, atomic: Atomic) -> Result<(), Unready> {
         let none = Unready::Error(EngineError::NO_ATOMICS);
         let (gpu, kernel, address) = self.reach.atomic(transfer.initiator, at, atomic.len).ok_or(none)?;
         let mut value = 0;
         // SAFETY: the word is a slice's that the GPU reaches, which lives as long as the engine; it is aligned.
         let made = self.on_side(gpu, |side| unsafe { side.atomic(kernel, address, atomic) }.map(|was| value = was));
-        self.end_now(serial, Finished::atomic(transfer.job, atomic, made.map(|()| value)));
+        self.end_now(Finished::atomic(transfer.job, atomic, made.map(|()| value)));
         Ok(())
     }
 }

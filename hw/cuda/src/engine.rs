@@ -9,10 +9,10 @@
 //!
 //! Not here: copies of which no GPU reaches both ends, a guest's kernels, rights.
 
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use hw_engine::queue::ThreadHook;
 use hw_engine::{DmaEngine, EngineCaps, EngineError, Finished, JobId, Memory, Owner, Submit, Transfer};
@@ -86,19 +86,7 @@ impl CudaEngine {
         let ways = ways.collect::<Result<_, CudaError>>()?;
         let sides = gpus.iter().map(|gpu| Ok(Mutex::new(Side::new(gpu)?))).collect::<Result<_, CudaError>>()?;
         let reach = Reach::new(owns, &gpus, memory, settings.chunks.max(1))?;
-        let shared = Arc::new(Shared {
-            ways,
-            sides,
-            reach,
-            settings,
-            book: Mutex::default(),
-            more: Condvar::new(),
-            epoch: Instant::now(),
-            checked: AtomicU64::new(0),
-            lost: OnceLock::new(),
-            wake: OnceLock::new(),
-            tell: Mutex::default(),
-        });
+        let shared = Arc::new(Shared::new(ways, sides, reach, settings));
         let work = Arc::clone(&shared);
         let body = move || {
             if let Some(hook) = hook {
@@ -142,29 +130,22 @@ impl DmaEngine for CudaEngine {
         if shared.lost.get().is_some() {
             return Err(EngineError::LOST);
         }
-        let serial = {
-            let mut book = lock(&shared.book);
-            if book.running.len() >= DEPTH {
-                return Err(EngineError::Busy);
-            }
-            book.next += 1;
-            let serial = book.next;
-            book.running.insert(serial);
-            serial
-        };
-        let error = match shared.begin(transfer, serial, false) {
+        if shared.under_way.fetch_add(1, Ordering::AcqRel) >= DEPTH {
+            shared.under_way.fetch_sub(1, Ordering::AcqRel);
+            return Err(EngineError::Busy);
+        }
+        let error = match shared.begin(transfer, false) {
             Ok(()) => return Ok(Submit::Submitted),
             Err(Unready::Unregistered) => {
                 if self.thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
-                    lock(&shared.book).waiting.insert(serial, transfer.clone());
-                    shared.more.notify_one();
+                    shared.leave(transfer.clone());
                     return Ok(Submit::Submitted);
                 }
                 EngineError::LOST
             }
             Err(Unready::Error(error)) => error,
         };
-        lock(&shared.book).running.remove(&serial);
+        shared.under_way.fetch_sub(1, Ordering::AcqRel);
         Err(error)
     }
 
@@ -183,8 +164,9 @@ impl DmaEngine for CudaEngine {
     fn quiesce(&self, out: &mut Vec<Finished>) {
         loop {
             let next = self.shared.poll(out);
-            if lock(&self.shared.book).running.is_empty() {
-                out.append(&mut lock(&self.shared.book).ended);
+            if self.shared.under_way.load(Ordering::Acquire) == 0 {
+                // What ended since it looked.
+                self.shared.poll(out);
                 return;
             }
             thread::sleep(next.unwrap_or(LOOK.1).max(LOOK.0));
@@ -217,8 +199,7 @@ impl Owner for CudaEngine {
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
-        lock(&self.shared.book).over = true;
-        self.shared.more.notify_one();
+        self.shared.close();
         if let Some(thread) = self.thread.take() {
             // It has no panics to tell of that it did not print.
             let _ = thread.join();

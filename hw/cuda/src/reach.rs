@@ -187,7 +187,7 @@ impl Reach {
                         has_own = true;
                         self.peers[gpu][own.gpu]
                     }
-                    None => self.memory.place(at, 1).is_some(),
+                    None => self.memory.has_place(at),
                 });
             reached && has_own
         })

@@ -2,8 +2,8 @@
 //!
 //! Not here: the engine's face.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,11 @@ pub(crate) struct Shared {
     pub(crate) sides: Vec<Mutex<Side>>,
     pub(crate) reach: Reach,
     pub(crate) settings: Settings,
-    pub(crate) book: Mutex<Book>,
+    /// Transfers that were submitted and have not ended.
+    pub(crate) under_way: AtomicUsize,
+    book: Mutex<Book>,
+    /// What [`Book::told`] says, for a look without the lock.
+    told: AtomicUsize,
     /// There is something for the engine's own thread, or it is over.
     pub(crate) more: Condvar,
     pub(crate) epoch: Instant,
@@ -43,44 +47,39 @@ pub(crate) struct Shared {
     pub(crate) tell: Mutex<Option<Tell>>,
 }
 
+/// What is in no lane. Seldom there is anything.
 #[derive(Default)]
-pub(crate) struct Book {
-    pub(crate) next: u64,
-    /// Serial numbers of what is under way.
-    pub(crate) running: BTreeSet<u64>,
-    /// Flushes that wait for everything before them, by their serial numbers: two threads may note theirs in another order.
-    pub(crate) flushes: BTreeMap<u64, JobId>,
-    /// What waits for the engine's own thread, by serial numbers.
-    pub(crate) waiting: BTreeMap<u64, Transfer>,
+struct Book {
+    /// What waits for the engine's own thread, in the order in which it came.
+    waiting: VecDeque<Transfer>,
+    /// That thread has one in its hands.
+    busy: bool,
     /// That thread ends when nothing waits any more.
-    pub(crate) over: bool,
+    over: bool,
+    /// Flushes that wait for what is in lanes.
+    flushes: Vec<Flush>,
     /// What ended where nobody collects.
-    pub(crate) ended: Vec<Finished>,
+    ended: Vec<Finished>,
+}
+
+/// A flush, and where the lanes of each GPU were when it came.
+struct Flush {
+    job: JobId,
+    behind: Vec<Vec<u32>>,
 }
 
 impl Book {
-    /// Takes out the flushes that have nothing before them any more.
-    fn take_due(&mut self) -> Vec<JobId> {
-        let mut due = Vec::new();
-        while let Some(first) = self.flushes.first_entry()
-            && self.running.first() == Some(first.key())
-        {
-            self.running.remove(first.key());
-            due.push(first.remove());
-        }
-        due
+    /// How much there is for whoever collects.
+    fn told(&self) -> usize {
+        self.flushes.len() + self.ended.len()
     }
 
     /// Takes out what has not begun. False if nothing of that name waits.
     fn give_up(&mut self, job: JobId) -> bool {
-        let waiting = self.waiting.iter().map(|(serial, transfer)| (*serial, transfer.job));
-        let mut all = waiting.chain(self.flushes.iter().map(|(serial, job)| (*serial, *job)));
-        let Some((serial, _)) = all.find(|(_, waits)| *waits == job) else { return false };
-        self.waiting.remove(&serial);
-        self.flushes.remove(&serial);
-        self.running.remove(&serial);
-        self.ended.push(Finished::failed(job, EngineError::Aborted));
-        true
+        let before = self.waiting.len() + self.flushes.len();
+        self.waiting.retain(|transfer| transfer.job != job);
+        self.flushes.retain(|flush| flush.job != job);
+        self.waiting.len() + self.flushes.len() < before
     }
 }
 
@@ -89,6 +88,31 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Shared {
+    pub(crate) fn new(ways: Vec<Ways>, sides: Vec<Mutex<Side>>, reach: Reach, settings: Settings) -> Self {
+        Self {
+            ways,
+            sides,
+            reach,
+            settings,
+            under_way: AtomicUsize::new(0),
+            book: Mutex::default(),
+            told: AtomicUsize::new(0),
+            more: Condvar::new(),
+            epoch: Instant::now(),
+            checked: AtomicU64::new(0),
+            lost: OnceLock::new(),
+            wake: OnceLock::new(),
+            tell: Mutex::default(),
+        }
+    }
+
+    fn with_book<T>(&self, change: impl FnOnce(&mut Book) -> T) -> T {
+        let mut book = lock(&self.book);
+        let answer = change(&mut book);
+        self.told.store(book.told(), Ordering::Release);
+        answer
+    }
+
     /// Which GPU has bytes of a slice, and where.
     pub(crate) fn own_bytes(&self, endpoint: EndpointId, offset: u64, len: usize) -> Result<(usize, u64), EngineError> {
         let at = Location::Aperture { endpoint, offset: ApertureOffset(offset) };
@@ -116,33 +140,53 @@ impl Shared {
     }
 
     /// Begins a transfer, or says that it has to wait for the engine's thread.
-    pub(crate) fn begin(&self, transfer: &Transfer, serial: u64, may_block: bool) -> Result<(), Unready> {
+    pub(crate) fn begin(&self, transfer: &Transfer, may_block: bool) -> Result<(), Unready> {
         match &transfer.work {
             Work::Copy { src, dst, route: Route::Direct } => {
                 let ready = self.reach.copy(transfer.initiator, dst, src, may_block)?;
                 match ready.overlaps() {
-                    false => self.begin_copy(transfer.job, serial, ready),
-                    true if may_block => self.shift(transfer.job, serial, ready)?,
+                    false => self.begin_copy(transfer.job, ready),
+                    true if may_block => self.shift(transfer.job, ready)?,
                     true => return Err(Unready::Unregistered),
                 }
                 Ok(())
             }
             Work::Copy { route: Route::Staged, .. } => Err(Unready::Error(EngineError::Device { code: u32::MAX })),
-            Work::Fill { dst, pattern } => self.begin_fill(transfer, dst, *pattern, serial, may_block),
+            Work::Fill { dst, pattern } => self.begin_fill(transfer, dst, *pattern, may_block),
             Work::Kernel { .. } => Err(Unready::Error(EngineError::NO_KERNELS)),
             Work::Atomic { .. } if !may_block => Err(Unready::Unregistered),
-            Work::Atomic { at, atomic } => self.atomic(transfer, *at, *atomic, serial),
+            Work::Atomic { at, atomic } => self.atomic(transfer, *at, *atomic),
+            // Behind what waits for the thread, too.
+            Work::Flush if !may_block && self.with_book(|book| book.busy || !book.waiting.is_empty()) => {
+                Err(Unready::Unregistered)
+            }
             Work::Flush => {
-                lock(&self.book).flushes.insert(serial, transfer.job);
+                self.begin_flush(transfer.job);
                 Ok(())
             }
         }
     }
 
-    fn begin_copy(&self, job: JobId, serial: u64, ready: Ready) {
+    fn begin_flush(&self, job: JobId) {
+        let mut behind = Vec::with_capacity(self.ways.len());
+        for (gpu, ways) in self.ways.iter().enumerate() {
+            // SAFETY: as in `begin_copy`.
+            match unsafe { ways.mark() } {
+                Ok(marks) => behind.push(marks),
+                // Nothing is in its lanes any more.
+                Err(error) => {
+                    self.lose(gpu, error);
+                    behind.push(Vec::new());
+                }
+            }
+        }
+        self.with_book(|book| book.flushes.push(Flush { job, behind }));
+    }
+
+    fn begin_copy(&self, job: JobId, ready: Ready) {
         let Ready { pieces, holds, way, gpu, len } = ready;
         let (ways, way) = (&self.ways[gpu], way.unwrap_or(Way::Local));
-        let ride = Ride { job, serial, bytes: len, result: Ok(()), _holds: holds };
+        let ride = Ride { job, bytes: len, result: Ok(()), _holds: holds };
         // SAFETY: `Reach` gave out addresses of slices that the GPU reaches, which live as long as the engine, and of what the ride holds.
         if let Err(error) = unsafe { ways.begin(way, ride, Load::Copies(pieces)) } {
             self.lose(gpu, error);
@@ -150,39 +194,28 @@ impl Shared {
     }
 
     /// Makes a copy whose ends overlap.
-    fn shift(&self, job: JobId, serial: u64, Ready { pieces, gpu, len, .. }: Ready) -> Result<(), Unready> {
+    fn shift(&self, job: JobId, Ready { pieces, gpu, len, .. }: Ready) -> Result<(), Unready> {
         for piece in pieces {
             // SAFETY: as in `begin_copy`; it has ended when this returns.
             self.on_side(gpu, |side| unsafe { side.shift(piece) }).map_err(Unready::Error)?;
         }
-        self.end_now(serial, Finished { job, bytes: len, result: Ok(()), raised: false, value: 0 });
+        self.end_now(Finished { job, bytes: len, result: Ok(()), raised: false, value: 0 });
         Ok(())
     }
 
-    fn begin_fill(
-        &self,
-        transfer: &Transfer,
-        dst: &[Segment],
-        pattern: u64,
-        serial: u64,
-        may_block: bool,
-    ) -> Result<(), Unready> {
+    fn begin_fill(&self, transfer: &Transfer, dst: &[Segment], pattern: u64, may_block: bool) -> Result<(), Unready> {
         let [byte, rest @ ..] = pattern.to_le_bytes();
         let is_one_byte = rest.iter().all(|other| *other == byte);
         if !is_one_byte && !may_block {
             return Err(Unready::Unregistered);
         }
         let Some(gpu) = self.reach.filler(transfer.initiator, dst) else {
-            return if may_block {
-                self.fill_apart(transfer, dst, pattern, serial)
-            } else {
-                Err(Unready::Unregistered)
-            };
+            return if may_block { self.fill_apart(transfer, dst, pattern) } else { Err(Unready::Unregistered) };
         };
         let (ready, places) = self.reach.places(gpu, dst, may_block)?;
         let Ready { holds, len, .. } = ready;
         if is_one_byte {
-            let ride = Ride { job: transfer.job, serial, bytes: len, result: Ok(()), _holds: holds };
+            let ride = Ride { job: transfer.job, bytes: len, result: Ok(()), _holds: holds };
             // SAFETY: as in `begin_copy`.
             if let Err(error) = unsafe { self.ways[gpu].begin(Way::Local, ride, Load::Set { byte, places }) } {
                 self.lose(gpu, error);
@@ -192,12 +225,12 @@ impl Shared {
         // SAFETY: as in `begin_copy`, with `holds` kept until it has ended.
         self.on_side(gpu, |side| unsafe { side.fill(&places, pattern) }).map_err(Unready::Error)?;
         drop(holds);
-        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
+        self.end_now(Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
         Ok(())
     }
 
     /// Fills places that no GPU reaches all of, each by one that does.
-    fn fill_apart(&self, transfer: &Transfer, dst: &[Segment], pattern: u64, serial: u64) -> Result<(), Unready> {
+    fn fill_apart(&self, transfer: &Transfer, dst: &[Segment], pattern: u64) -> Result<(), Unready> {
         let (mut parts, mut len) = (Vec::new(), 0);
         for segment in dst {
             let (missing, place) = (MemoryError { at: segment.at, len: segment.len }, std::slice::from_ref(segment));
@@ -212,21 +245,32 @@ impl Shared {
             // SAFETY: as in `begin_copy`, with what `parts` holds.
             self.on_side(*gpu, |side| unsafe { side.fill(places, *pattern) }).map_err(Unready::Error)?;
         }
-        self.end_now(serial, Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
+        self.end_now(Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
         Ok(())
     }
 
-    /// Ends a transfer that is in no lane. Only the engine's own thread has such.
-    pub(crate) fn end_now(&self, serial: u64, finished: Finished) {
-        let mut book = lock(&self.book);
-        book.running.remove(&serial);
-        book.ended.push(finished);
+    /// Ends a transfer that is in no lane.
+    pub(crate) fn end_now(&self, finished: Finished) {
+        self.with_book(|book| book.ended.push(finished));
+        self.under_way.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Leaves a transfer to the engine's own thread.
+    pub(crate) fn leave(&self, transfer: Transfer) {
+        self.with_book(|book| book.waiting.push_back(transfer));
+        self.more.notify_one();
+    }
+
+    /// The engine's own thread ends when nothing waits for it any more.
+    pub(crate) fn close(&self) {
+        self.with_book(|book| book.over = true);
+        self.more.notify_one();
     }
 
     /// Ends what waits. What a GPU has begun ends by itself, in milliseconds.
     pub(crate) fn give_up(&self, job: JobId) {
-        let has_ended = lock(&self.book).give_up(job);
-        if has_ended {
+        if self.with_book(|book| book.give_up(job)) {
+            self.end_now(Finished::failed(job, EngineError::Aborted));
             self.wake();
         }
     }
@@ -238,10 +282,11 @@ impl Shared {
     }
 
     /// What the engine's own thread does next; waits for it. `None` if it is over.
-    fn next(&self) -> Option<(u64, Transfer)> {
+    fn next(&self) -> Option<Transfer> {
         let mut book = lock(&self.book);
         loop {
-            let first = book.waiting.pop_first();
+            let first = book.waiting.pop_front();
+            book.busy = first.is_some();
             if first.is_some() || book.over {
                 return first;
             }
@@ -251,9 +296,9 @@ impl Shared {
 
     /// The engine's own thread.
     pub(crate) fn work_off(&self) {
-        while let Some((serial, transfer)) = self.next() {
+        while let Some(transfer) = self.next() {
             let begun = match self.lost.get() {
-                None => self.begin(&transfer, serial, true),
+                None => self.begin(&transfer, true),
                 Some(_) => Err(Unready::Error(EngineError::LOST)),
             };
             if let Err(unready) = begun {
@@ -261,7 +306,7 @@ impl Shared {
                     Unready::Error(error) => error,
                     Unready::Unregistered => EngineError::Aborted,
                 };
-                self.end_now(serial, Finished::failed(transfer.job, error));
+                self.end_now(Finished::failed(transfer.job, error));
             }
             self.ring();
             // What has gone while it was registered was not given up with the rest.
@@ -282,7 +327,7 @@ impl Shared {
         // Also what another thread has begun since the last time.
         let mut rides = Vec::new();
         self.ways[gpu].give_up(told, &mut rides);
-        self.note(rides);
+        rides.into_iter().for_each(|ride| self.end_now(ride.end()));
         self.tell_lost();
         self.wake();
     }
@@ -294,20 +339,6 @@ impl Shared {
         if let Some(tell) = tell {
             tell(error);
         }
-    }
-
-    fn note(&self, rides: Vec<Ride>) {
-        if rides.is_empty() {
-            return;
-        }
-        let mut book = lock(&self.book);
-        for Ride { job, serial, bytes, result, .. } in &rides {
-            book.running.remove(serial);
-            book.ended.push(Finished { job: *job, bytes: *bytes, result: *result, raised: false, value: 0 });
-        }
-        drop(book);
-        // What they held is given back without the lock, and may take a moment.
-        drop(rides);
     }
 
     /// Asks whether the contexts are still good, if that was not done lately.
@@ -335,9 +366,17 @@ impl Shared {
         }
     }
 
-    /// Ends flushes that have nothing before them any more.
-    fn end_flushes(&self) {
-        let due = lock(&self.book).take_due();
+    /// Collects what ended in no lane, and flushes that have nothing before them any more.
+    fn collect_told(&self, out: &mut Vec<Finished>) {
+        if self.told.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let due: Vec<_> = self.with_book(|book| {
+            out.append(&mut book.ended);
+            let is_due =
+                |flush: &mut Flush| self.ways.iter().zip(&flush.behind).all(|(ways, marks)| ways.have_passed(marks));
+            book.flushes.extract_if(.., is_due).collect()
+        });
         if due.is_empty() {
             return;
         }
@@ -345,8 +384,14 @@ impl Shared {
             Some(_) => Err(EngineError::LOST),
             None => self.flush().map_err(|error| device_error(&error)),
         };
-        let ends = due.into_iter().map(|job| Finished { job, bytes: 0, result: flushed, raised: false, value: 0 });
-        lock(&self.book).ended.extend(ends);
+        self.under_way.fetch_sub(due.len(), Ordering::AcqRel);
+        out.extend(due.iter().map(|flush| Finished {
+            job: flush.job,
+            bytes: 0,
+            result: flushed,
+            raised: false,
+            value: 0,
+        }));
     }
 
     /// What has ended is visible to this machine's processors and to the GPU; what others wrote into its memory is made so.
@@ -365,12 +410,12 @@ impl Shared {
                 Err(error) => self.lose(gpu, error),
             }
         }
-        self.note(rides);
+        self.under_way.fetch_sub(rides.len(), Ordering::AcqRel);
+        out.extend(rides.into_iter().map(Ride::end));
         if soonest.is_some() {
             self.check(false);
         }
-        self.end_flushes();
-        out.append(&mut lock(&self.book).ended);
+        self.collect_told(out);
         let soonest = soonest?;
         if self.settings.spin {
             return Some(Duration::ZERO);
@@ -378,22 +423,5 @@ impl Shared {
         let now = Instant::now();
         let late = now.saturating_duration_since(soonest);
         Some(if late.is_zero() { (soonest - now).max(LOOK.0) } else { (late / 4).clamp(LOOK.0, LOOK.1) })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn flushes_that_are_noted_in_another_order_than_they_were_submitted_in_all_end() {
-        let mut book = Book { running: [3, 4, 5].into(), ..Book::default() };
-        for serial in [5, 4] {
-            book.flushes.insert(serial, JobId(serial));
-        }
-        assert_eq!(book.take_due(), [], "one is under way before them");
-        book.running.remove(&3);
-        assert_eq!(book.take_due(), [JobId(4), JobId(5)]);
-        assert!(book.running.is_empty() && book.flushes.is_empty());
     }
 }

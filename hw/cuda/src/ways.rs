@@ -20,7 +20,8 @@ use crate::pinned::Pinned;
 use crate::reach::Way;
 
 /// Lanes of a GPU.
-pub(crate) const LANES: usize = 16;
+pub(crate) const LANES: usize = 4 * LANES_OF_A_WAY;
+const LANES_OF_A_WAY: usize = 4;
 /// Bytes a second between a GPU and this process's memory, within a GPU, and from one to another over NVLink, as an H200 has them: what a first guess of an
 /// end is made of. Where it is too early, as for GPUs that meet over PCIe, it is looked again after a quarter of what was late.
 const LINK: u64 = 54_000_000_000;
@@ -88,7 +89,7 @@ impl Pair {
             gathered.push((ride, pieces));
             let bytes = gathered.iter().map(|(ride, _)| ride.bytes).sum();
             let is_full = gathered.len() >= FULL || self.lanes[0].is_long(bytes);
-            let full = if is_full { std::mem::take(&mut *gathered) } else { Vec::new() };
+            let full = if is_full { std::mem::replace(&mut *gathered, Vec::with_capacity(FULL)) } else { Vec::new() };
             self.waiting.store(gathered.len(), Ordering::Release);
             full
         };
@@ -125,16 +126,16 @@ impl Group {
 impl Ways {
     /// The lanes of the GPU of that number, whose words are among `words`. Transfers of at most `gather` bytes are small.
     pub(crate) fn new(gpu: &Arc<Gpu>, words: &Arc<Pinned>, number: usize, gather: u64) -> Result<Self, CudaError> {
-        let lane =
-            |index: usize, speed| Lane::new(gpu, words, (number * LANES + index) * LINE / size_of::<u32>(), speed);
-        let pair =
-            |first: usize, speed, gathers| Ok(Pair::new([lane(first, speed)?, lane(first + 1, speed)?], gathers));
-        let group = |first: usize, speed, more| {
-            let large = gather.saturating_mul(more);
-            Ok(Group { small: pair(first, speed, gather)?, large: pair(first + 2, speed, large)? })
+        let group = |way: Way, speed, more| {
+            let lane = |index: usize| {
+                let index = number * LANES + way as usize * LANES_OF_A_WAY + index;
+                Lane::new(gpu, words, index * LINE / size_of::<u32>(), speed, way == Way::In)
+            };
+            let pair = |first, gathers| Ok(Pair::new([lane(first)?, lane(first + 1)?], gathers));
+            Ok(Group { small: pair(0, gather)?, large: pair(2, gather.saturating_mul(more))? })
         };
-        let [out, into] = [group(0, LINK, HOST_MORE)?, group(4, LINK, HOST_MORE)?];
-        let groups = [out, into, group(8, MEMORY, GPU_MORE)?, group(12, PEER, GPU_MORE)?];
+        let [out, into] = [group(Way::Out, LINK, HOST_MORE)?, group(Way::In, LINK, HOST_MORE)?];
+        let groups = [out, into, group(Way::Local, MEMORY, GPU_MORE)?, group(Way::Peer, PEER, GPU_MORE)?];
         Ok(Self { gpu: Arc::clone(gpu), groups })
     }
 
@@ -144,6 +145,10 @@ impl Ways {
 
     fn pairs(&self) -> impl Iterator<Item = &Pair> {
         self.groups.iter().flat_map(Group::pairs)
+    }
+
+    fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.pairs().flat_map(|pair| &pair.lanes)
     }
 
     /// Begins a ride, at once or together with others; it ends after the doorbell has rung. An error is one of the whole context; the ride is pending then, too.
@@ -173,10 +178,26 @@ impl Ways {
         self.pairs().try_for_each(|pair| unsafe { pair.ring() })
     }
 
+    /// Begins what was gathered, and answers where the lanes are then. An error is one of the whole context.
+    ///
+    /// # Safety
+    /// As for [`Ways::ring`].
+    pub(crate) unsafe fn mark(&self) -> Result<Vec<u32>, CudaError> {
+        // SAFETY: as the caller promises.
+        unsafe { self.ring() }?;
+        self.lanes().map(Lane::mark).collect()
+    }
+
+    /// Whether all has been collected that was begun before a mark.
+    pub(crate) fn have_passed(&self, marks: &[u32]) -> bool {
+        self.lanes().zip(marks).all(|(lane, mark)| lane.has_passed(*mark))
+    }
+
     /// Appends the rides that have ended, and says when the next one may. `None` if none is under way. An error is one of the whole context.
     pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Result<Option<Instant>, CudaError> {
-        let lanes = self.pairs().flat_map(|pair| &pair.lanes);
-        lanes.map(|lane| lane.collect(out)).try_fold(None, |soonest, due| Ok(soonest.into_iter().chain(due?).min()))
+        self.lanes()
+            .map(|lane| lane.collect(out))
+            .try_fold(None, |soonest, due| Ok(soonest.into_iter().chain(due?).min()))
     }
 
     /// The context is broken: everything ends with this error, and the streams do nothing any more.

@@ -187,6 +187,39 @@ fn a_flush_ends_after_all_that_was_begun_before_it_and_others_writes_are_made_vi
 }
 
 #[test]
+fn a_flush_ends_after_what_waits_for_the_engines_own_thread() {
+    let Some(world) = world() else { return };
+    let dst = [iommu_addr::Segment { at: own(0, 0), len: 4096 }];
+    world.fake.set("stall", 1);
+    world.submit(1, Work::Fill { dst: dst.into_iter().collect(), pattern: 0x0102 });
+    world.submit(2, Work::Flush);
+    until("the thread is at the first one", || world.fake.get("queued") > 0);
+    world.submit(3, Work::Flush);
+    let mut ends = Vec::new();
+    world.engine.poll(&mut ends);
+    assert_eq!(ends, []);
+    world.fake.set("stall", 0);
+    assert_eq!(world.ends(3).iter().map(|end| end.job.0).collect::<Vec<_>>(), [1, 2, 3]);
+    world.end();
+}
+
+#[test]
+fn the_processor_copies_nothing_into_a_gpu() {
+    let Some(world) = world() else { return };
+    let calls = since(&world, ["batches", "batched", "copies"]);
+    (0..8).for_each(|n| world.submit(n, copy(own(0, n * 128), ram(n * 128), 64)));
+    world.engine.doorbell();
+    // The driver would, if the stream had nothing else to do.
+    assert_eq!(calls(), [1, 7, 1]);
+    assert_eq!(world.ends(8).len(), 8);
+    (0..8).for_each(|n| world.submit(n, copy(own(0, n * GATHER), ram(n * GATHER), GATHER / 2)));
+    world.engine.doorbell();
+    assert_eq!(calls(), [2, 15, 1], "longer ones the GPU is told of anyway");
+    assert_eq!(world.ends(8).len(), 8);
+    world.end();
+}
+
+#[test]
 fn a_gpu_that_sees_all_writes_anyway_is_not_told_to() {
     let Some(fake) = Fake::cuda() else { return };
     fake.set("attribute 118", 200);

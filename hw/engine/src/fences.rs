@@ -3,66 +3,93 @@
 //! Not here: who carries out what.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use iommu_addr::EndpointId;
 
+use crate::jobs::ByJob;
 use crate::{EngineError, Finished, JobId, Submit, Transfer, Work};
 
 #[derive(Default)]
-pub(crate) struct Fences(Mutex<State>);
-
-#[derive(Default)]
-struct State {
+pub(crate) struct Fences {
     /// What engines have, and whose it is.
-    running: BTreeMap<JobId, EndpointId>,
-    /// Flushes, and what each waits for.
-    held: Vec<(Transfer, BTreeSet<JobId>)>,
+    running: ByJob<Mutex<BTreeMap<JobId, EndpointId>>>,
+    held: Mutex<Vec<Held>>,
+    /// How many those are, or one more, for a look without the lock. A flush is counted before it looks for what it waits for, so that whatever ends
+    /// afterwards tells it.
+    holding: AtomicUsize,
 }
 
-impl State {
-    fn end(&mut self, job: JobId) {
-        self.running.remove(&job);
-        for (_, before) in &mut self.held {
-            before.remove(&job);
-        }
-    }
+/// A flush, and what it waits for.
+struct Held {
+    transfer: Transfer,
+    before: BTreeSet<JobId>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Fences {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Submits a transfer, or keeps it until its turn.
     pub(crate) fn submit(
         &self,
         transfer: &Transfer,
         submit: impl FnOnce(&Transfer) -> Result<Submit, EngineError>,
     ) -> Result<Submit, EngineError> {
-        let mut state = self.lock();
-        if transfer.work == Work::Flush {
-            let mine = state.running.iter().filter(|(_, initiator)| **initiator == transfer.initiator);
-            let before: BTreeSet<JobId> = mine.map(|(job, _)| *job).collect();
-            if !before.is_empty() {
-                state.held.push((transfer.clone(), before));
-                return Ok(Submit::Submitted);
-            }
+        if transfer.work == Work::Flush && self.hold(transfer) {
+            return Ok(Submit::Submitted);
         }
+        self.run(transfer, submit)
+    }
+
+    fn run(
+        &self,
+        transfer: &Transfer,
+        submit: impl FnOnce(&Transfer) -> Result<Submit, EngineError>,
+    ) -> Result<Submit, EngineError> {
         // Before an engine has it, so that its end is not missed.
-        state.running.insert(transfer.job, transfer.initiator);
-        drop(state);
+        lock(self.running.of(transfer.job)).insert(transfer.job, transfer.initiator);
         let submitted = submit(transfer);
         if !matches!(submitted, Ok(Submit::Submitted)) {
             // A flush may have come to wait for it meanwhile.
-            self.lock().end(transfer.job);
+            self.end(transfer.job);
         }
         submitted
     }
 
+    /// Keeps a flush that has something to wait for. False if it has not.
+    fn hold(&self, flush: &Transfer) -> bool {
+        let mut held = lock(&self.held);
+        self.holding.store(held.len() + 1, Ordering::Release);
+        let mut before = BTreeSet::new();
+        for part in self.running.iter() {
+            let part = lock(part);
+            let mine = part.iter().filter(|(_, initiator)| **initiator == flush.initiator);
+            before.extend(mine.map(|(job, _)| *job));
+        }
+        let waits = !before.is_empty();
+        if waits {
+            held.push(Held { transfer: flush.clone(), before });
+        }
+        self.holding.store(held.len(), Ordering::Release);
+        waits
+    }
+
+    fn end(&self, job: JobId) {
+        let _ = lock(self.running.of(job)).remove(&job);
+        // A flush that found it running had been counted before the lock above was free again.
+        if self.holding.load(Ordering::Acquire) > 0 {
+            for held in lock(&self.held).iter_mut() {
+                held.before.remove(&job);
+            }
+        }
+    }
+
     /// Whether a flush waits for nothing but [`Fences::note`].
     pub(crate) fn is_due(&self) -> bool {
-        self.lock().held.iter().any(|(_, before)| before.is_empty())
+        self.holding.load(Ordering::Acquire) > 0 && lock(&self.held).iter().any(|held| held.before.is_empty())
     }
 
     /// Notes ends, and submits what waited for them. What that ends at once is appended.
@@ -72,45 +99,51 @@ impl Fences {
         from: usize,
         submit: impl Fn(&Transfer) -> Result<Submit, EngineError>,
     ) {
-        let mut state = self.lock();
         for Finished { job, .. } in ended.iter().skip(from) {
-            state.end(*job);
+            self.end(*job);
         }
-        let mut at = 0;
-        while let Some((transfer, before)) = state.held.get(at) {
-            if !before.is_empty() {
-                at += 1;
-                continue;
-            }
-            let (job, initiator) = (transfer.job, transfer.initiator);
-            match submit(transfer) {
-                Ok(Submit::Submitted) => drop(state.running.insert(job, initiator)),
+        if !self.is_due() {
+            return;
+        }
+        for Held { transfer, before } in self.take_due() {
+            match self.run(&transfer, &submit) {
+                Ok(Submit::Submitted) => {}
                 Ok(Submit::Executed(finished)) => ended.push(finished),
                 // Its turn comes with the next end.
-                Err(EngineError::Busy) => {
-                    at += 1;
-                    continue;
-                }
-                Err(error) => ended.push(Finished::failed(job, error)),
+                Err(EngineError::Busy) => self.put_back(Held { transfer, before }),
+                Err(error) => ended.push(Finished::failed(transfer.job, error)),
             }
-            state.held.remove(at);
         }
+    }
+
+    fn take_due(&self) -> Vec<Held> {
+        let mut held = lock(&self.held);
+        let due = held.extract_if(.., |held| held.before.is_empty()).collect();
+        self.holding.store(held.len(), Ordering::Release);
+        due
+    }
+
+    fn put_back(&self, back: Held) {
+        let mut held = lock(&self.held);
+        held.push(back);
+        self.holding.store(held.len(), Ordering::Release);
     }
 
     /// Gives up a flush that waits, and answers its end; `None` if there is no such.
     pub(crate) fn give_up(&self, job: JobId) -> Option<Finished> {
-        let mut state = self.lock();
-        let at = state.held.iter().position(|(transfer, _)| transfer.job == job)?;
-        state.held.remove(at);
+        let mut held = lock(&self.held);
+        let at = held.iter().position(|held| held.transfer.job == job)?;
+        held.remove(at);
+        self.holding.store(held.len(), Ordering::Release);
         Some(Finished::failed(job, EngineError::Aborted))
     }
 
     /// Gives up all of them; nothing runs any more.
     pub(crate) fn give_up_all(&self, ended: &mut Vec<Finished>) {
-        let mut state = self.lock();
-        state.running.clear();
-        let held = state.held.drain(..).map(|(transfer, _)| transfer.job);
-        ended.extend(held.map(|job| Finished::failed(job, EngineError::Aborted)));
+        self.running.iter().for_each(|part| lock(part).clear());
+        let mut held = lock(&self.held);
+        ended.extend(held.drain(..).map(|held| Finished::failed(held.transfer.job, EngineError::Aborted)));
+        self.holding.store(0, Ordering::Release);
     }
 }
 

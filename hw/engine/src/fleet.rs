@@ -400,6 +400,10 @@ impl Memory for View {
     fn place(&self, at: Location, most: u64) -> Option<Place> {
         if self.engine(at).is_some() { None } else { self.rest.place(at, most) }
     }
+
+    fn has_place(&self, at: Location) -> bool {
+        self.engine(at).is_none() && self.rest.has_place(at)
+    }
 }
 
 #[cfg(test)]

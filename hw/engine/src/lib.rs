@@ -4,6 +4,7 @@
 //! - [`Memory`] is bytes at a [`Location`](iommu_addr::Location); an engine that moves bytes on the CPU is handed one.
 //! - [`LinkLedger`] is the credit of the host's links, shared by every tenant's worker.
 //! - [`Fleet`] is all engines of a tenant as one, among them [`Owner`]s of memory that only they reach.
+//! - [`jobs`] keeps what is known of each transfer where threads seldom meet.
 //! - [`queue`] is a thread that carries transfers out one after another, for engines that need one.
 //! - [`proof`] finds out whether two endpoints see the same bytes.
 //! - [`conformance`] is the suite that every engine passes.
@@ -15,6 +16,7 @@ pub mod conformance;
 mod engine;
 mod fences;
 mod fleet;
+pub mod jobs;
 mod ledger;
 mod memory;
 mod owner;

@@ -48,6 +48,11 @@ pub trait Memory: Send + Sync {
         let _ = (at, most);
         None
     }
+
+    /// Whether there is a place for the byte at `at`.
+    fn has_place(&self, at: Location) -> bool {
+        self.place(at, 1).is_some()
+    }
 }
 
 /// Whether the processor's atomic operations on a byte of this memory are atomic: it is mapped here, and no device's.

@@ -8,17 +8,15 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use hw_engine::jobs::{BLOCK, ByJob};
 use hw_engine::{Finished, JobId};
 
 use crate::domain::Domain;
 use crate::op::{Op, StreamKey};
 use crate::sync::lock;
-
-/// Names that a thread takes at a time.
-const STOCK: u64 = 256;
 
 /// One transfer in an engine's hands, and whose it is.
 pub(crate) struct Flight {
@@ -33,11 +31,22 @@ struct Table {
     early: HashMap<JobId, Finished>,
 }
 
-/// Every transfer in an engine's hands.
-pub(crate) struct Flights {
+#[derive(Default)]
+struct Part {
     table: Mutex<Table>,
     /// How many there are, for a look without the lock.
     len: AtomicUsize,
+}
+
+impl Part {
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        lock(&self.table)
+    }
+}
+
+/// Every transfer in an engine's hands.
+pub(crate) struct Flights {
+    parts: ByJob<Part>,
     jobs: AtomicU64,
     epoch: Instant,
     due: AtomicU64,
@@ -46,7 +55,7 @@ pub(crate) struct Flights {
 impl Flights {
     pub(crate) fn new(now: Instant) -> Self {
         let due = AtomicU64::new(u64::MAX);
-        Self { table: Mutex::default(), len: AtomicUsize::new(0), jobs: AtomicU64::new(1), epoch: now, due }
+        Self { parts: ByJob::default(), jobs: AtomicU64::new(BLOCK), epoch: now, due }
     }
 
     /// A name that no transfer had. `names` is the caller's own stock, so that threads seldom meet here.
@@ -54,58 +63,68 @@ impl Flights {
         if let Some(name) = names.next() {
             return JobId(name);
         }
-        let first = self.jobs.fetch_add(STOCK, Ordering::Relaxed);
-        *names = first.saturating_add(1)..first.saturating_add(STOCK);
+        let first = self.jobs.fetch_add(BLOCK, Ordering::Relaxed);
+        *names = first.saturating_add(1)..first.saturating_add(BLOCK);
         JobId(first)
     }
 
     /// A transfer has been submitted. Gives it back with its report if that was early.
     pub(crate) fn launch(&self, job: JobId, flight: Flight) -> Option<(Flight, Finished)> {
-        let mut table = lock(&self.table);
+        let part = self.parts.of(job);
+        let mut table = part.lock();
         if let Some(finished) = table.early.remove(&job) {
             return Some((flight, finished));
         }
         table.flights.insert(job, flight);
-        self.len.store(table.flights.len(), Ordering::Relaxed);
+        part.len.store(table.flights.len(), Ordering::Relaxed);
         None
     }
 
     /// A transfer has ended. `None` if it is not known yet: then its report waits for it.
     pub(crate) fn land(&self, finished: Finished) -> Option<(Flight, Finished)> {
-        let mut table = lock(&self.table);
+        let part = self.parts.of(finished.job);
+        let mut table = part.lock();
         let Some(flight) = table.flights.remove(&finished.job) else {
             table.early.insert(finished.job, finished);
             return None;
         };
-        self.len.store(table.flights.len(), Ordering::Relaxed);
+        part.len.store(table.flights.len(), Ordering::Relaxed);
         Some((flight, finished))
     }
 
     /// Whether there was nothing in flight a moment ago.
     pub(crate) fn is_idle(&self) -> bool {
-        self.len.load(Ordering::Relaxed) == 0
+        self.parts.iter().all(|part| part.len.load(Ordering::Relaxed) == 0)
     }
 
     /// Whether engines have nothing of the device.
     pub(crate) fn is_empty(&self) -> bool {
-        lock(&self.table).flights.is_empty()
+        self.parts.iter().all(|part| part.lock().flights.is_empty())
     }
 
     /// Transfers that satisfy `which`.
     pub(crate) fn count(&self, which: impl Fn(&Flight) -> bool) -> usize {
-        lock(&self.table).flights.values().filter(|flight| which(flight)).count()
+        self.parts.iter().map(|part| part.lock().flights.values().filter(|flight| which(flight)).count()).sum()
     }
 
     /// Marks transfers and gives their names, for `mark` answering true: they are to be aborted.
     pub(crate) fn mark(&self, mut mark: impl FnMut(&mut Flight) -> bool) -> Vec<JobId> {
-        let mut table = lock(&self.table);
-        table.flights.iter_mut().filter_map(|(job, flight)| mark(flight).then_some(*job)).collect()
+        let mut marked = Vec::new();
+        for part in self.parts.iter() {
+            let mut table = part.lock();
+            marked.extend(table.flights.iter_mut().filter_map(|(job, flight)| mark(flight).then_some(*job)));
+        }
+        marked
     }
 
     /// The earliest deadline of transfers that nobody aborted yet.
     pub(crate) fn earliest_deadline(&self) -> Option<Instant> {
-        let table = lock(&self.table);
-        table.flights.values().filter(|flight| flight.op.aborted.is_none()).map(|flight| flight.op.deadline).min()
+        let of = |part: &Part| {
+            let table = part.lock();
+            let running = table.flights.values().filter(|flight| flight.op.aborted.is_none());
+            running.map(|flight| flight.op.deadline).min()
+        };
+        self.parts.iter().filter_map(of).min()
     }
 
     fn nanos(&self, at: Instant) -> u64 {

@@ -15,7 +15,7 @@ use vdev_wire::{
 use zerocopy::{Immutable, IntoBytes};
 
 use super::control::Reply;
-use super::core::Core;
+use super::core::{Core, bit};
 use super::iova::IovaSpace;
 use crate::ram::{PAGE, Pages};
 
@@ -101,6 +101,8 @@ pub(super) struct DomainChannel {
     session: u32,
     domain: u32,
     inbox: Arc<Inbox>,
+    /// Bits of the queues that it has submitted to: who polls leaves the others to those whose they are.
+    queues: AtomicU64,
     space: Mutex<IovaSpace>,
     /// Mapped guest memory by address: the device may use it, so it is kept.
     mapped: Mutex<HashMap<u64, Arc<Pages>>>,
@@ -119,6 +121,7 @@ impl DomainChannel {
             session: core.session(),
             domain: core.enter(&inbox),
             inbox,
+            queues: AtomicU64::new(0),
             space: Mutex::new(IovaSpace::new(limits.iova_start.get(), limits.iova_last.get())),
             mapped: Mutex::default(),
             buffers: Mutex::default(),
@@ -297,6 +300,7 @@ impl Channel for DomainChannel {
 
     fn submit(&self, queue: u32, work: &[Work]) -> Result<usize, Error> {
         self.core.check()?;
+        self.queues.fetch_or(bit(queue), Ordering::Relaxed);
         let claimed = self.inbox.claim(work.len());
         let sent = self.core.submit(queue, &self.inbox, (self.domain, self.session), &work[..claimed]);
         self.inbox.unclaim(claimed - *sent.as_ref().unwrap_or(&0));
@@ -365,7 +369,7 @@ impl DomainChannel {
     fn poll(&self, into: &mut [Completion], wanted: usize, deadline: Instant) -> Result<usize, Error> {
         let mut turns = 0u32;
         loop {
-            self.core.reap()?;
+            self.core.reap(self.queues.load(Ordering::Relaxed))?;
             let mut state = self.inbox.lock();
             turns = turns.wrapping_add(1);
             // The clock costs more than a look at the rings.

@@ -319,9 +319,10 @@ impl Core {
         queue.send(inbox, self.domain(domain), session, work).map_err(|error| system("SUBMIT", &error))
     }
 
-    /// Looks for completions on every submission queue.
-    pub(super) fn reap(&self) -> Result<(), Error> {
-        self.submit.iter().try_for_each(SubmitQueue::reap).map_err(|error| system("completions", &error))
+    /// Looks for completions on the submission queues whose bits are set in `which`.
+    pub(super) fn reap(&self, which: u64) -> Result<(), Error> {
+        let mut queues = (0..).zip(&self.submit).filter(|(queue, _)| which & bit(*queue) != 0);
+        queues.try_for_each(|(_, queue)| queue.reap()).map_err(|error| system("completions", &error))
     }
 
     fn start_interrupts(self: &Arc<Self>) -> Result<()> {
@@ -435,4 +436,9 @@ fn borrow(fd: &EventFd) -> BorrowedFd<'_> {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The bit of a submission queue in a set of them. Queues that share one are looked at together.
+pub(super) fn bit(queue: u32) -> u64 {
+    1 << (queue % 64)
 }

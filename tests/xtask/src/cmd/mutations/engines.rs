@@ -45,14 +45,14 @@ pub(crate) const FUNCTIONS: &[Mutation] = &[
     Mutation {
         name: "function: a flush waits for no other engine",
         file: "hw/engine/src/fences.rs",
-        from: "if !before.is_empty() {\n                state",
-        to: "if before.contains(&transfer.job) {\n                state",
+        from: "let waits = !before.is_empty();",
+        to: "let waits = before.contains(&flush.job);",
     },
     Mutation {
         name: "function: a flush that waited for nothing is forgotten",
         file: "hw/engine/src/fences.rs",
-        from: "self.lock().end(transfer.job);",
-        to: "self.lock().running.remove(&transfer.job);",
+        from: "self.end(transfer.job);",
+        to: "lock(self.running.of(transfer.job)).remove(&transfer.job);",
     },
     Mutation {
         name: "function: the last block is not erased",
@@ -115,8 +115,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: what a transfer uses does not stay registered",
         file: "hw/cuda/src/shared.rs",
-        from: "let ride = Ride { job, serial, bytes: len, result: Ok(()), _holds: holds };",
-        to: "let ride = Ride { job, serial, bytes: len, result: Ok(()), _holds: holds.into_iter().take(0).collect() };",
+        from: "let ride = Ride { job, bytes: len, result: Ok(()), _holds: holds };",
+        to: "let ride = Ride { job, bytes: len, result: Ok(()), _holds: holds.into_iter().take(0).collect() };",
     },
     Mutation {
         name: "cuda: what nobody has mapped any more stays registered",
@@ -175,8 +175,20 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: a flush waits for nothing",
         file: "hw/cuda/src/shared.rs",
-        from: "running.first() == Some(",
-        to: "running.first() <= Some(",
+        from: "ways.have_passed(marks)",
+        to: "ways.have_passed(marks) || !marks.is_empty()",
+    },
+    Mutation {
+        name: "cuda: a flush does not wait for what the engine's own thread has",
+        file: "hw/cuda/src/shared.rs",
+        from: "book.busy || !book.waiting.is_empty()",
+        to: "book.over",
+    },
+    Mutation {
+        name: "cuda: the processor copies what is short into a GPU",
+        file: "hw/cuda/src/lane.rs",
+        from: "let alone = usize::from(self.is_into &&",
+        to: "let alone = usize::from(!self.is_into &&",
     },
     Mutation {
         name: "cuda: a flush does not show the GPU what others wrote",
