@@ -120,6 +120,11 @@ impl DmaEngine for CudaEngine {
         self.shared.reach.in_one_hop(initiator, dst, src)
     }
 
+    fn fills(&self, initiator: EndpointId, dst: &[Segment]) -> bool {
+        let reach = &self.shared.reach;
+        reach.own(initiator).is_some_and(|own| reach.filler(initiator, dst) == Some(own.gpu))
+    }
+
     fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
         // As every word is aligned, it is there if its first byte is.
         self.shared.reach.atomic(initiator, at, 1).is_some()

@@ -14,7 +14,7 @@ use common::{Fake, World, copy, endpoint, own, ram, regions, transfer};
 use hw_cuda::{CudaEngine, Driver, Gpu, Peer, Settings, Slice};
 use hw_engine::{Atomic, AtomicOp, DmaEngine, EngineError, Fleet, Member, Memory, Owner, Route, Work};
 use hw_host::{HostEngine, HostMemory};
-use iommu_addr::Segment;
+use iommu_addr::{Location, Segment};
 
 const MIB: u64 = 1 << 20;
 
@@ -165,6 +165,12 @@ fn gpus_copy_straight_if_they_reach_each_other_and_through_the_host_if_not() {
                 assert!(!in_one_hop(initiator, ram(0), ram(4096)), "neither end is a GPU's");
             }
             assert_eq!(in_one_hop(from, ram(0), own(to, 0)), peers, "the initiator has to reach it");
+            let fills = |dst: &[Location]| {
+                let dst: Vec<_> = dst.iter().map(|at| Segment { at: *at, len: 4096 }).collect();
+                fleet.fills(endpoint(from), &dst)
+            };
+            assert!(fills(&[own(from, 0)]) && fills(&[ram(0)]));
+            assert_eq!([fills(&[own(to, 0)]), fills(&[own(from, 0), own(to, 0)])], [peers; 2]);
         }
         let memory = fleet.memory();
         for (job, from, to) in [(1, 0, 1), (2, 1, 0)] {

@@ -304,6 +304,12 @@ pub trait DmaEngine: Send + Sync {
         true
     }
 
+    /// Whether it is `initiator`'s own engine that fills all of `dst`, and nobody has to do it in its place.
+    fn fills(&self, initiator: EndpointId, dst: &[Segment]) -> bool {
+        let _ = (initiator, dst);
+        true
+    }
+
     /// Whether `initiator` has atomic operations on the word at `at`: no other one there, and no access of whoever owns the memory, comes in between.
     fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
         let _ = (initiator, at);

@@ -261,6 +261,17 @@ impl DmaEngine for Fleet {
         }
     }
 
+    fn fills(&self, initiator: EndpointId, dst: &[Segment]) -> bool {
+        let own = self.members.of(initiator);
+        match (own, self.members.owner_of_all(dst)) {
+            (_, Whose::Several) => false,
+            (Some(own), Whose::One(engine)) => Arc::ptr_eq(own, engine) && own.fills(initiator, dst),
+            (Some(own), Whose::Nobody) => own.fills(initiator, dst),
+            (None, Whose::One(_)) => false,
+            (None, Whose::Nobody) => !self.idle.contains(&initiator) && self.rest.fills(initiator, dst),
+        }
+    }
+
     fn has_atomics(&self, initiator: EndpointId, at: Location) -> bool {
         match self.members.owner_of(at) {
             Some(engine) => engine.has_atomics(initiator, at),
@@ -547,6 +558,22 @@ mod tests {
         let ram = Segment { at: Location::Ram(Gpa(0)), len: 64 };
         submit(EndpointId::local(2), Work::Fill { dst: Segments::from_iter([ram]), pattern: 0 });
         assert_eq!((engine.calls(), rest.calls()), (Vec::new(), vec!["submit"]));
+    }
+
+    #[test]
+    fn an_initiator_fills_what_its_own_engine_does() {
+        let [one, other, none, idle] = [0, 1, 2, 3].map(EndpointId::local);
+        let engines = [one, other].map(|own| Arc::new(Counting { owned: vec![own], ..Counting::default() }));
+        let member = |(endpoint, engine): (_, Arc<Counting>)| Member { endpoint, engine, same_function: Vec::new() };
+        let members = [one, other].into_iter().zip(engines).map(member).collect();
+        let fleet = Fleet::new(members, vec![idle], Arc::new(Counting::default()), Arc::new(Nowhere), None).unwrap();
+        let part = |endpoint| Segment { at: Location::Aperture { endpoint, offset: ApertureOffset(0) }, len: 64 };
+        let ram = Segment { at: Location::Ram(Gpa(0)), len: 64 };
+        let fills = |initiator, dst: &[Segment]| fleet.fills(initiator, dst);
+        assert!(fills(one, &[part(one)]) && fills(one, &[ram]) && fills(none, &[ram]) && fills(one, &[part(none)]));
+        assert!(!fills(one, &[part(other)]) && !fills(none, &[part(one)]), "the owner's engine does");
+        assert!(!fills(one, &[part(one), part(other)]) && !fills(one, &[part(one), ram]), "the host does");
+        assert!(!fills(idle, &[ram]) && !fills(idle, &[part(idle)]), "it has none");
     }
 
     #[test]

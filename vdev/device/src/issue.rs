@@ -222,6 +222,7 @@ impl Planner<'_> {
             Operation::Fill { dst, pattern } => {
                 let to = pins.translate(iotlb, dst, Access::WRITE).map_err(blame)?;
                 let plan = self.check(&mut pins, is_any, &[Side::new(dst, &to, Access::WRITE)])?;
+                let plan = plan.within(|| self.engine.fills(pins.accessor(), &to));
                 (EngineWork::Fill { dst: to, pattern }, plan, dst.len())
             }
             Operation::Atomic { at, atomic } => {

@@ -41,7 +41,7 @@ impl Plan {
         plan
     }
 
-    /// The same plan, or a staged one if the engine does not make the copy `in_one_hop`.
+    /// The same plan, or a staged one if the initiator's engine does not make the transfer `in_one_hop`.
     pub fn within(self, in_one_hop: impl FnOnce() -> bool) -> Self {
         if matches!(self, Self::Staged { .. }) || in_one_hop() {
             self

@@ -271,6 +271,22 @@ fn copy_that_its_engine_cannot_make_in_one_hop_is_staged_for_that_reason() {
 }
 
 #[test]
+fn fill_that_its_engine_does_not_make_itself_is_staged_for_that_reason() {
+    let mut bed = bed();
+    bed.enable(1, GPU, FPGA, RW);
+    bed.enable(1, FPGA, GPU, RW);
+    assert_eq!(path(&bed.run_one(1, fill(VB, 64, 1).by(GPU))), DIRECT);
+    *bed.engine.no_fills.lock().unwrap() = Some(GPU);
+    let cannot = (TransferPath::Staged as u8, PathReason::EngineCannot as u8);
+    let record = bed.run_one(1, fill(VB, 64, 0x55).by(GPU));
+    assert_eq!((status(&record), path(&record)), (Status::Ok, cannot));
+    assert_eq!(bed.engine.state.lock().unwrap().seen.last().unwrap().initiator, FPGA, "the owner does the filling");
+    assert_eq!(bed.vram(FPGA, 0, 1), [0x55]);
+    assert_eq!(path(&bed.run_one(1, fill(VA, 64, 1).by(GPU))), cannot, "also within what is local");
+    assert_eq!(path(&bed.run_one(1, fill(VA, 64, 1).by(FPGA))), DIRECT, "the other engine does");
+}
+
+#[test]
 fn registers_take_one_aligned_access_of_four_or_eight_bytes() {
     let mut bed = bed();
     let access = FaultReason::Access;

@@ -49,6 +49,8 @@ pub struct ScriptEngine {
     pub longest: Mutex<Option<u64>>,
     /// Whoever cannot copy in one hop.
     pub two_hops: Mutex<Option<EndpointId>>,
+    /// The endpoint whose engine fills nothing itself.
+    pub no_fills: Mutex<Option<EndpointId>>,
     /// Whoever has no atomic operations.
     pub no_atomics: Mutex<Option<EndpointId>>,
 }
@@ -61,8 +63,19 @@ impl ScriptEngine {
     /// One whose IOMMU holds so many mappings.
     pub fn mapping(inner: Arc<dyn DmaEngine>, max_transfer: u64, max_mappings: u32) -> Arc<Self> {
         let (mode, abort_ends) = (Mutex::new(Mode::Inline), Mutex::new(true));
-        let (state, longest, two_hops, no_atomics) = Default::default();
-        Arc::new(Self { inner, mode, abort_ends, state, max_transfer, max_mappings, longest, two_hops, no_atomics })
+        let (state, longest, two_hops, no_fills, no_atomics) = Default::default();
+        Arc::new(Self {
+            inner,
+            mode,
+            abort_ends,
+            state,
+            max_transfer,
+            max_mappings,
+            longest,
+            two_hops,
+            no_fills,
+            no_atomics,
+        })
     }
 
     pub fn set(&self, mode: Mode) {
@@ -139,6 +152,10 @@ impl DmaEngine for ScriptEngine {
     fn in_one_hop(&self, initiator: EndpointId, dst: &[Segment], src: &[Segment]) -> bool {
         assert_eq!(total_len(dst), total_len(src), "both sides of the copy");
         *self.two_hops.lock().unwrap() != Some(initiator)
+    }
+
+    fn fills(&self, initiator: EndpointId, _: &[Segment]) -> bool {
+        *self.no_fills.lock().unwrap() != Some(initiator)
     }
 
     fn longest(&self, _: &Transfer) -> u64 {

@@ -43,6 +43,12 @@ pub(crate) const FUNCTIONS: &[Mutation] = &[
         to: "Work::Copy { .. } => self.members.of(transfer.initiator).map_or(Who::Rest, Who::Member),",
     },
     Mutation {
+        name: "function: what somebody else fills is said to be filled by the initiator",
+        file: "hw/engine/src/fleet.rs",
+        from: "(_, Whose::Several) => false,",
+        to: "(_, Whose::Several) => true,",
+    },
+    Mutation {
         name: "function: a flush waits for no other engine",
         file: "hw/engine/src/fences.rs",
         from: "let waits = !before.is_empty();",
