@@ -135,8 +135,9 @@ impl DmaEngine for CudaEngine {
         if shared.lost.get().is_some() {
             return Err(EngineError::LOST);
         }
-        if shared.under_way.fetch_add(1, Ordering::AcqRel) >= DEPTH {
-            shared.under_way.fetch_sub(1, Ordering::AcqRel);
+        if shared.under_way.0.fetch_add(1, Ordering::AcqRel) >= DEPTH {
+            // Another thread may find it full for a moment, too, and tries again as this one does.
+            shared.under_way.0.fetch_sub(1, Ordering::AcqRel);
             return Err(EngineError::Busy);
         }
         let error = match shared.begin(transfer, false) {
@@ -150,7 +151,7 @@ impl DmaEngine for CudaEngine {
             }
             Err(Unready::Error(error)) => error,
         };
-        shared.under_way.fetch_sub(1, Ordering::AcqRel);
+        shared.under_way.0.fetch_sub(1, Ordering::AcqRel);
         Err(error)
     }
 
@@ -169,7 +170,7 @@ impl DmaEngine for CudaEngine {
     fn quiesce(&self, out: &mut Vec<Finished>) {
         loop {
             let next = self.shared.poll(out);
-            if self.shared.under_way.load(Ordering::Acquire) == 0 {
+            if self.shared.under_way.0.load(Ordering::Acquire) == 0 {
                 // What ended since it looked.
                 self.shared.poll(out);
                 return;

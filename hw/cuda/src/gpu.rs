@@ -237,6 +237,11 @@ impl Stream {
         driver.check("cuMemcpyAsync", answer)
     }
 
+    /// Whether the driver has a call for many copies.
+    pub(crate) fn copies_many(&self) -> bool {
+        self.gpu.driver.table.batch.is_some()
+    }
+
     /// Begins many copies at once, in no order among each other. `None` if the driver has no call for that.
     ///
     /// # Safety

@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
@@ -73,7 +73,7 @@ struct Entry {
 }
 
 #[derive(Debug)]
-struct State {
+pub(crate) struct State {
     /// The last number that the stream was told to write.
     issued: u32,
     pending: VecDeque<Entry>,
@@ -94,6 +94,8 @@ pub(crate) struct Lane {
     /// It is for copies from this process's memory into the GPU's.
     is_into: bool,
     state: Mutex<State>,
+    /// The number behind the last run that was collected.
+    collected: AtomicU32,
     /// Runs that are pending or being made, for a look without the lock.
     busy: AtomicUsize,
 }
@@ -108,7 +110,16 @@ impl Lane {
     ) -> Result<Self, CudaError> {
         let state = State { issued: 0, pending: VecDeque::new(), free_at: Instant::now(), run: Vec::new() };
         let (stream, words, state) = (Stream::new(gpu)?, Arc::clone(words), Mutex::new(state));
-        Ok(Self { stream, words, index, speed, is_into, state, busy: AtomicUsize::new(0) })
+        Ok(Self {
+            stream,
+            words,
+            index,
+            speed,
+            is_into,
+            state,
+            collected: AtomicU32::new(0),
+            busy: AtomicUsize::new(0),
+        })
     }
 
     /// How many runs of copies are pending.
@@ -116,8 +127,17 @@ impl Lane {
         self.busy.load(Ordering::Acquire)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `None` while somebody has it.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 
     fn word(&self) -> &AtomicU32 {
@@ -157,9 +177,7 @@ impl Lane {
 
     /// Whether all has been collected that was begun before a mark.
     pub(crate) fn has_passed(&self, mark: u32) -> bool {
-        let state = &*self.lock();
-        // Later ones are less than half of all numbers further on.
-        state.pending.front().is_none_or(|entry| entry.ticket.wrapping_sub(mark).wrapping_sub(1) < u32::MAX / 2)
+        has_come(self.collected.load(Ordering::Acquire), mark)
     }
 
     /// Whether copies of so many bytes are a long run.
@@ -181,15 +199,19 @@ impl Lane {
         self.seal(state, run)
     }
 
-    /// Begins rides together; they are a run. An error is one of the whole context.
+    /// Begins rides together, with the lane's lock; they are a run. An error is one of the whole context.
     ///
     /// # Safety
     /// As for [`Lane::begin`], for each.
-    pub(crate) unsafe fn begin_all(&self, gathered: Vec<Gathered>) -> Result<(), CudaError> {
-        let state = &mut *self.lock();
+    pub(crate) unsafe fn begin_all(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        gathered: Vec<Gathered>,
+    ) -> Result<(), CudaError> {
         let all: Vec<Piece> = gathered.iter().flat_map(|(_, pieces)| pieces.iter().copied()).collect();
         // So that the stream has something to do: a single copy the GPU is told of whatever its length.
-        let alone = usize::from(self.is_into && all.iter().any(|piece| piece.len < BY_PROCESSOR));
+        let alone =
+            usize::from(self.is_into && self.stream.copies_many() && all.iter().any(|piece| piece.len < BY_PROCESSOR));
         let together = || {
             let (alone, rest) = all.split_at(alone);
             // SAFETY: as the caller promises; the rides keep it until the stream has passed it.
@@ -208,7 +230,7 @@ impl Lane {
             rides.push(ride);
         }
         self.busy.fetch_add(1, Ordering::AcqRel);
-        self.seal(state, rides)
+        self.seal(&mut state, rides)
     }
 
     /// Puts a load into the stream, and notes in the ride if it is refused.
@@ -258,9 +280,9 @@ impl Lane {
         let state = &mut *self.lock();
         // Acquire: what the copies wrote is there once the number is.
         let passed = self.word().load(Ordering::Acquire);
-        let has_passed = |entry: &mut Entry| passed.wrapping_sub(entry.ticket) < u32::MAX / 2;
-        while let Some(entry) = state.pending.pop_front_if(has_passed) {
+        while let Some(entry) = state.pending.pop_front_if(|entry| has_come(passed, entry.ticket)) {
             out.extend(entry.rides);
+            self.collected.store(entry.ticket, Ordering::Release);
             self.busy.fetch_sub(1, Ordering::AcqRel);
         }
         if state.pending.is_empty() {
@@ -277,6 +299,7 @@ impl Lane {
             yield_now();
         }
         self.busy.store(0, Ordering::Release);
+        self.collected.store(state.issued, Ordering::Release);
         let rides = state.pending.drain(..).flat_map(|entry| entry.rides).chain(state.run.drain(..));
         out.extend(rides.map(|ride| ride.lost(error)));
     }
@@ -285,6 +308,11 @@ impl Lane {
     pub(crate) fn check(&self) -> Result<(), CudaError> {
         self.stream.query().map(drop)
     }
+}
+
+/// Whether a stream that has come to one number has come to another. Those that are under way are less than half of all.
+fn has_come(to: u32, ticket: u32) -> bool {
+    to.wrapping_sub(ticket) < u32::MAX / 2
 }
 
 fn bytes(rides: &[Ride]) -> u64 {

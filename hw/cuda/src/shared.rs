@@ -1,4 +1,4 @@
-//! What all threads of a [`CudaEngine`](crate::CudaEngine) share: lanes, the book of what is under way, and how a transfer begins and ends.
+//! What all threads of a [`CudaEngine`](crate::CudaEngine) share: lanes, the book of what is in none, and how a transfer begins and ends.
 //!
 //! Not here: the engine's face.
 
@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use hw_engine::jobs::Apart;
 use hw_engine::{EngineError, Finished, JobId, MemoryError, Route, Transfer, Work};
 use iommu_addr::{ApertureOffset, EndpointId, Location, Segment};
 
@@ -33,7 +34,7 @@ pub(crate) struct Shared {
     pub(crate) reach: Reach,
     pub(crate) settings: Settings,
     /// Transfers that were submitted and have not ended.
-    pub(crate) under_way: AtomicUsize,
+    pub(crate) under_way: Apart<AtomicUsize>,
     book: Mutex<Book>,
     /// What [`Book::told`] says, for a look without the lock.
     told: AtomicUsize,
@@ -74,12 +75,21 @@ impl Book {
         self.flushes.len() + self.ended.len()
     }
 
-    /// Takes out what has not begun. False if nothing of that name waits.
+    /// Whether the engine's own thread has something to do.
+    fn is_waited_for(&self) -> bool {
+        self.busy || !self.waiting.is_empty()
+    }
+
+    /// Ends what has not begun. False if nothing of that name waits.
     fn give_up(&mut self, job: JobId) -> bool {
         let before = self.waiting.len() + self.flushes.len();
         self.waiting.retain(|transfer| transfer.job != job);
         self.flushes.retain(|flush| flush.job != job);
-        self.waiting.len() + self.flushes.len() < before
+        let waited = self.waiting.len() + self.flushes.len() < before;
+        if waited {
+            self.ended.push(Finished::failed(job, EngineError::Aborted));
+        }
+        waited
     }
 }
 
@@ -94,7 +104,7 @@ impl Shared {
             sides,
             reach,
             settings,
-            under_way: AtomicUsize::new(0),
+            under_way: Apart(AtomicUsize::new(0)),
             book: Mutex::default(),
             told: AtomicUsize::new(0),
             more: Condvar::new(),
@@ -157,9 +167,7 @@ impl Shared {
             Work::Atomic { .. } if !may_block => Err(Unready::Unregistered),
             Work::Atomic { at, atomic } => self.atomic(transfer, *at, *atomic),
             // Behind what waits for the thread, too.
-            Work::Flush if !may_block && self.with_book(|book| book.busy || !book.waiting.is_empty()) => {
-                Err(Unready::Unregistered)
-            }
+            Work::Flush if !may_block && lock(&self.book).is_waited_for() => Err(Unready::Unregistered),
             Work::Flush => {
                 self.begin_flush(transfer.job);
                 Ok(())
@@ -252,7 +260,7 @@ impl Shared {
     /// Ends a transfer that is in no lane.
     pub(crate) fn end_now(&self, finished: Finished) {
         self.with_book(|book| book.ended.push(finished));
-        self.under_way.fetch_sub(1, Ordering::AcqRel);
+        self.under_way.0.fetch_sub(1, Ordering::AcqRel);
     }
 
     /// Leaves a transfer to the engine's own thread.
@@ -270,7 +278,7 @@ impl Shared {
     /// Ends what waits. What a GPU has begun ends by itself, in milliseconds.
     pub(crate) fn give_up(&self, job: JobId) {
         if self.with_book(|book| book.give_up(job)) {
-            self.end_now(Finished::failed(job, EngineError::Aborted));
+            self.under_way.0.fetch_sub(1, Ordering::AcqRel);
             self.wake();
         }
     }
@@ -384,7 +392,7 @@ impl Shared {
             Some(_) => Err(EngineError::LOST),
             None => self.flush().map_err(|error| device_error(&error)),
         };
-        self.under_way.fetch_sub(due.len(), Ordering::AcqRel);
+        self.under_way.0.fetch_sub(due.len(), Ordering::AcqRel);
         out.extend(due.iter().map(|flush| Finished {
             job: flush.job,
             bytes: 0,
@@ -410,8 +418,10 @@ impl Shared {
                 Err(error) => self.lose(gpu, error),
             }
         }
-        self.under_way.fetch_sub(rides.len(), Ordering::AcqRel);
-        out.extend(rides.into_iter().map(Ride::end));
+        if !rides.is_empty() {
+            self.under_way.0.fetch_sub(rides.len(), Ordering::AcqRel);
+            out.extend(rides.into_iter().map(Ride::end));
+        }
         if soonest.is_some() {
             self.check(false);
         }

@@ -69,10 +69,14 @@ impl Pair {
         self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lane that has less to do.
-    fn freer(&self) -> &Lane {
+    /// Both lanes, first the one that has less to do.
+    fn by_load(&self) -> [&Lane; 2] {
         let [one, other] = &self.lanes;
-        if other.busy() < one.busy() { other } else { one }
+        if other.busy() < one.busy() { [other, one] } else { [one, other] }
+    }
+
+    fn freer(&self) -> &Lane {
+        self.by_load()[0]
     }
 
     fn gathers(&self, ride: &Ride, pieces: &[Piece]) -> bool {
@@ -84,17 +88,31 @@ impl Pair {
     /// # Safety
     /// As for [`Ways::begin`].
     unsafe fn gather(&self, ride: Ride, pieces: SmallVec<[Piece; 2]>) -> Result<(), CudaError> {
-        let full = {
-            let mut gathered = self.lock();
-            gathered.push((ride, pieces));
-            let bytes = gathered.iter().map(|(ride, _)| ride.bytes).sum();
-            let is_full = gathered.len() >= FULL || self.lanes[0].is_long(bytes);
-            let full = if is_full { std::mem::replace(&mut *gathered, Vec::with_capacity(FULL)) } else { Vec::new() };
-            self.waiting.store(gathered.len(), Ordering::Release);
-            full
-        };
+        let mut gathered = self.lock();
+        gathered.push((ride, pieces));
+        let bytes = gathered.iter().map(|(ride, _)| ride.bytes).sum();
+        if gathered.len() >= FULL || self.lanes[0].is_long(bytes) {
+            // SAFETY: as the caller promises.
+            return unsafe { self.begin_gathered(gathered) };
+        }
+        self.waiting.store(gathered.len(), Ordering::Release);
+        Ok(())
+    }
+
+    /// Begins what was gathered. An error is one of the whole context.
+    ///
+    /// # Safety
+    /// As for [`Ways::begin`], for each ride.
+    unsafe fn begin_gathered(&self, mut gathered: MutexGuard<'_, Vec<Gathered>>) -> Result<(), CudaError> {
+        let [lane, other] = self.by_load();
+        // A lane that somebody has is in a call of the driver's.
+        let (lane, state) = lane.try_lock().map_or_else(|| (other, other.lock()), |state| (lane, state));
+        // With the lane's lock: a flush that does not find these rides here finds them there.
+        let rides = std::mem::replace(&mut *gathered, Vec::with_capacity(FULL));
+        self.waiting.store(0, Ordering::Release);
+        drop(gathered);
         // SAFETY: as the caller promises.
-        if full.is_empty() { Ok(()) } else { unsafe { self.freer().begin_all(full) } }
+        if rides.is_empty() { Ok(()) } else { unsafe { lane.begin_all(state, rides) } }
     }
 
     /// Begins what was gathered, and has the streams say when all that has begun has ended. An error is one of the whole context.
@@ -103,15 +121,8 @@ impl Pair {
     /// As for [`Ways::begin`], for each ride that was gathered.
     unsafe fn ring(&self) -> Result<(), CudaError> {
         if self.waiting.load(Ordering::Acquire) > 0 {
-            let gathered = {
-                let mut gathered = self.lock();
-                self.waiting.store(0, Ordering::Release);
-                std::mem::take(&mut *gathered)
-            };
-            if !gathered.is_empty() {
-                // SAFETY: as the caller promises.
-                unsafe { self.freer().begin_all(gathered) }?;
-            }
+            // SAFETY: as the caller promises.
+            unsafe { self.begin_gathered(self.lock()) }?;
         }
         self.lanes.iter().try_for_each(Lane::doorbell)
     }

@@ -106,6 +106,9 @@ fn a_driver_without_a_call_for_many_copies_one_by_one() {
         begin(&world, 20, 4096);
         assert!(world.ends(20).iter().all(|end| (end.bytes, end.result) == (4096, Ok(()))));
         assert_eq!(calls(), [0, 20]);
+        (0..8).for_each(|n| world.submit(n, copy(own(0, n * 128), ram(n * 128), 64)));
+        assert_eq!(world.ends(8).len(), 8);
+        assert_eq!(calls(), [0, 28], "also into the GPU");
         world.end();
     }
 }

@@ -41,14 +41,6 @@ impl Fences {
         if transfer.work == Work::Flush && self.hold(transfer) {
             return Ok(Submit::Submitted);
         }
-        self.run(transfer, submit)
-    }
-
-    fn run(
-        &self,
-        transfer: &Transfer,
-        submit: impl FnOnce(&Transfer) -> Result<Submit, EngineError>,
-    ) -> Result<Submit, EngineError> {
         // Before an engine has it, so that its end is not missed.
         lock(self.running.of(transfer.job)).insert(transfer.job, transfer.initiator);
         let submitted = submit(transfer);
@@ -102,30 +94,35 @@ impl Fences {
         for Finished { job, .. } in ended.iter().skip(from) {
             self.end(*job);
         }
-        if !self.is_due() {
+        if self.holding.load(Ordering::Acquire) == 0 {
             return;
         }
-        for Held { transfer, before } in self.take_due() {
-            match self.run(&transfer, &submit) {
+        // Until the end, so that whoever gives a flush up finds it here or with its engine.
+        let mut held = lock(&self.held);
+        let mut at = 0;
+        while let Some(Held { transfer, before }) = held.get(at) {
+            if !before.is_empty() {
+                at += 1;
+                continue;
+            }
+            let (job, running) = (transfer.job, self.running.of(transfer.job));
+            lock(running).insert(job, transfer.initiator);
+            let submitted = submit(transfer);
+            if submitted != Ok(Submit::Submitted) {
+                lock(running).remove(&job);
+            }
+            match submitted {
                 Ok(Submit::Submitted) => {}
                 Ok(Submit::Executed(finished)) => ended.push(finished),
-                // Its turn comes with the next end.
-                Err(EngineError::Busy) => self.put_back(Held { transfer, before }),
-                Err(error) => ended.push(Finished::failed(transfer.job, error)),
+                // Its turn comes when somebody looks again.
+                Err(EngineError::Busy) => {
+                    at += 1;
+                    continue;
+                }
+                Err(error) => ended.push(Finished::failed(job, error)),
             }
+            held.remove(at);
         }
-    }
-
-    fn take_due(&self) -> Vec<Held> {
-        let mut held = lock(&self.held);
-        let due = held.extract_if(.., |held| held.before.is_empty()).collect();
-        self.holding.store(held.len(), Ordering::Release);
-        due
-    }
-
-    fn put_back(&self, back: Held) {
-        let mut held = lock(&self.held);
-        held.push(back);
         self.holding.store(held.len(), Ordering::Release);
     }
 

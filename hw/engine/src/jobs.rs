@@ -11,7 +11,7 @@ const PARTS: usize = 16;
 /// Away from its neighbours: processors fetch cache lines of 64 bytes in pairs.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Apart<T>(T);
+pub struct Apart<T>(pub T);
 
 /// Some of a kind, one of which is for a transfer. Transfers of a block of names have the same.
 #[derive(Debug, Default)]

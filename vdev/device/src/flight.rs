@@ -92,6 +92,11 @@ impl Flights {
         Some((flight, finished))
     }
 
+    /// All at once: what has landed in one part and goes on in another under a new name is not missed.
+    fn all(&self) -> Vec<MutexGuard<'_, Table>> {
+        self.parts.iter().map(Part::lock).collect()
+    }
+
     /// Whether there was nothing in flight a moment ago.
     pub(crate) fn is_idle(&self) -> bool {
         self.parts.iter().all(|part| part.len.load(Ordering::Relaxed) == 0)
@@ -99,32 +104,27 @@ impl Flights {
 
     /// Whether engines have nothing of the device.
     pub(crate) fn is_empty(&self) -> bool {
-        self.parts.iter().all(|part| part.lock().flights.is_empty())
+        self.all().iter().all(|table| table.flights.is_empty())
     }
 
     /// Transfers that satisfy `which`.
     pub(crate) fn count(&self, which: impl Fn(&Flight) -> bool) -> usize {
-        self.parts.iter().map(|part| part.lock().flights.values().filter(|flight| which(flight)).count()).sum()
+        let count = |table: &MutexGuard<'_, Table>| table.flights.values().filter(|flight| which(flight)).count();
+        self.all().iter().map(count).sum()
     }
 
     /// Marks transfers and gives their names, for `mark` answering true: they are to be aborted.
     pub(crate) fn mark(&self, mut mark: impl FnMut(&mut Flight) -> bool) -> Vec<JobId> {
-        let mut marked = Vec::new();
-        for part in self.parts.iter() {
-            let mut table = part.lock();
-            marked.extend(table.flights.iter_mut().filter_map(|(job, flight)| mark(flight).then_some(*job)));
-        }
-        marked
+        let mut tables = self.all();
+        let flights = tables.iter_mut().flat_map(|table| table.flights.iter_mut());
+        flights.filter_map(|(job, flight)| mark(flight).then_some(*job)).collect()
     }
 
     /// The earliest deadline of transfers that nobody aborted yet.
     pub(crate) fn earliest_deadline(&self) -> Option<Instant> {
-        let of = |part: &Part| {
-            let table = part.lock();
-            let running = table.flights.values().filter(|flight| flight.op.aborted.is_none());
-            running.map(|flight| flight.op.deadline).min()
-        };
-        self.parts.iter().filter_map(of).min()
+        let tables = self.all();
+        let running = tables.iter().flat_map(|table| table.flights.values());
+        running.filter(|flight| flight.op.aborted.is_none()).map(|flight| flight.op.deadline).min()
     }
 
     fn nanos(&self, at: Instant) -> u64 {

@@ -305,7 +305,13 @@ impl Channel for DomainChannel {
         let sent = self.core.submit(queue, &self.inbox, (self.domain, self.session), &work[..claimed]);
         self.inbox.unclaim(claimed - *sent.as_ref().unwrap_or(&0));
         match sent? {
-            0 => Err(Error::Refused { call: "SUBMIT", status: Status::Busy }),
+            0 => {
+                // What others left there, who look at the queue no more, may be all that it has.
+                if self.core.polling() {
+                    self.core.reap(bit(queue))?;
+                }
+                Err(Error::Refused { call: "SUBMIT", status: Status::Busy })
+            }
             taken => Ok(taken),
         }
     }

@@ -175,8 +175,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: a transfer has ended before it has",
         file: "hw/cuda/src/lane.rs",
-        from: "passed.wrapping_sub(entry.ticket) < u32::MAX / 2",
-        to: "passed.wrapping_sub(entry.ticket) < u32::MAX / 2 || !entry.rides.is_empty()",
+        from: "|entry| has_come(passed, entry.ticket)",
+        to: "|entry| has_come(passed, entry.ticket) || !entry.rides.is_empty()",
     },
     Mutation {
         name: "cuda: a flush waits for nothing",
@@ -187,8 +187,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: a flush does not wait for what the engine's own thread has",
         file: "hw/cuda/src/shared.rs",
-        from: "book.busy || !book.waiting.is_empty()",
-        to: "book.over",
+        from: "self.busy || !self.waiting.is_empty()",
+        to: "self.over",
     },
     Mutation {
         name: "cuda: the processor copies what is short into a GPU",
