@@ -193,8 +193,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: the processor copies what is short into a GPU",
         file: "hw/cuda/src/lane.rs",
-        from: "let alone = usize::from(self.is_into &&",
-        to: "let alone = usize::from(!self.is_into &&",
+        from: "usize::from(self.is_into && self.stream",
+        to: "usize::from(!self.is_into && self.stream",
     },
     Mutation {
         name: "cuda: a flush does not show the GPU what others wrote",
@@ -253,8 +253,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: what is gathered waits for the doorbell, however much it is",
         file: "hw/cuda/src/ways.rs",
-        from: "let is_full = gathered.len() >= FULL || self.lanes[0].is_long(bytes);",
-        to: "let is_full = gathered.len() >= 100 * FULL && self.lanes[0].is_long(bytes);",
+        from: "if gathered.len() >= FULL || self.lanes[0].is_long(bytes) {",
+        to: "if gathered.len() >= 100 * FULL && self.lanes[0].is_long(bytes) {",
     },
     Mutation {
         name: "cuda: a turn takes no more than it could move itself",
