@@ -9,13 +9,15 @@ use std::ffi::{c_uint, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use hw_engine::{Atomic, AtomicOp, EngineError, Finished, Transfer};
+use hw_engine::{Atomic, AtomicOp, EngineError, Transfer};
 use iommu_addr::Location;
+use smallvec::SmallVec;
 
 use crate::driver::{CudaError, Opaque};
 use crate::gpu::{Gpu, Handle, Stream};
+use crate::lane::{Load, Ride};
 use crate::pinned::Pinned;
-use crate::reach::Unready;
+use crate::reach::{Unready, Way};
 use crate::shared::Shared;
 
 /// `which` counts operations in pairs, of 4 and of 8 bytes. `.sys`: atomic for every GPU that has native atomics there, and for the processor as far as it is
@@ -109,14 +111,15 @@ impl Kernel {
 }
 
 impl Shared {
-    /// Makes an atomic operation, and waits for it: on the engine's own thread.
-    pub(crate) fn atomic(&self, transfer: &Transfer, at: Location, atomic: Atomic) -> Result<(), Unready> {
+    /// Begins an atomic operation.
+    pub(crate) fn begin_atomic(&self, transfer: &Transfer, at: Location, atomic: Atomic) -> Result<(), Unready> {
         let none = Unready::Error(EngineError::NO_ATOMICS);
-        let (gpu, kernel, address) = self.reach.atomic(transfer.initiator, at, atomic.len).ok_or(none)?;
-        let mut value = 0;
+        let (gpu, kernel, at) = self.reach.atomic(transfer.initiator, at, atomic.len).ok_or(none)?;
+        let (ride, load) = (Ride::new(transfer.job, atomic.len, SmallVec::new()), Load::Atomic { kernel, at, atomic });
         // SAFETY: the word is a slice's that the GPU reaches, which lives as long as the engine; it is aligned.
-        let made = self.on_side(gpu, |side| unsafe { side.atomic(kernel, address, atomic) }.map(|was| value = was));
-        self.end_now(Finished::atomic(transfer.job, atomic, made.map(|()| value)));
+        if let Err(error) = unsafe { self.ways[gpu].begin(Way::Local, ride, load) } {
+            self.lose(gpu, error);
+        }
         Ok(())
     }
 }

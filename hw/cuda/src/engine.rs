@@ -2,7 +2,7 @@
 //!
 //! A transfer becomes copies in one lane: those that are short are gathered until there are many or the doorbell rings, and begin together; longer ones begin at
 //! once. A lane says when it is worth looking whether something has ended, so nobody spins for that unless it was asked for. Memory of this process that no GPU has
-//! reached yet is registered first, on a thread of the engine's, where fills with more than one byte and atomic operations are made, too.
+//! reached yet is registered first, on a thread of the engine's, where fills with more than one byte are made, too. Atomic operations are programs of the GPU's, in a lane of their own.
 //!
 //! The driver's errors that stay break the context: then every transfer ends with an error, and the engine is good for nothing more. Its process has
 //! to make another one; no other process is concerned.
@@ -31,7 +31,7 @@ use crate::ways::{LANES, LINE, Ways};
 /// Longest transfer in bytes: 5 ms of a PCIe 5.0 link, beside which the time between two of them is nothing.
 const MAX_TRANSFER: u64 = 256 << 20;
 /// Transfers under way.
-const DEPTH: usize = 1024;
+pub(crate) const DEPTH: usize = 1024;
 
 /// How an engine works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,10 +12,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use hw_engine::{EngineError, Finished, JobId};
+use hw_engine::{Atomic, EngineError, Finished, JobId};
 use smallvec::SmallVec;
 
+use crate::atomic::Kernel;
 use crate::driver::CudaError;
+use crate::engine::DEPTH;
 use crate::gpu::{Gpu, Piece, Stream};
 use crate::pinned::Pinned;
 use crate::reach::Places;
@@ -29,6 +31,8 @@ const BATCH: usize = 4;
 const BY_PROCESSOR: u64 = 32 << 10;
 /// From when on a run is long: whoever waits for the first copy of one waits no longer than that.
 const LONG: Duration = Duration::from_micros(80);
+/// Bytes a second for programs, which have next to none.
+const PROGRAMS: u64 = 1_000_000_000;
 /// What a copy takes whatever its length (as above: 4 KiB there and back take 7 us).
 const LATENCY: Duration = Duration::from_micros(6);
 
@@ -39,19 +43,35 @@ pub(crate) struct Ride {
     /// Bytes that have been moved once it ends.
     pub(crate) bytes: u64,
     pub(crate) result: Result<(), EngineError>,
+    /// Where a program leaves what it finds, and that.
+    number: Option<usize>,
+    value: u64,
     /// What it uses of this process's memory, which stays registered as long.
     pub(crate) _holds: SmallVec<[Arc<Registration>; 2]>,
 }
 
 impl Ride {
+    /// One of so many bytes.
+    pub(crate) fn new(job: JobId, bytes: u64, holds: SmallVec<[Arc<Registration>; 2]>) -> Self {
+        Self { job, bytes, result: Ok(()), number: None, value: 0, _holds: holds }
+    }
+
     /// It has ended for nothing.
     pub(crate) fn lost(self, error: EngineError) -> Self {
         Self { bytes: 0, result: Err(error), ..self }
     }
 
+    /// Takes what a program has left.
+    fn read(&mut self, numbers: &Pinned) {
+        if let (Some(number), Ok(())) = (self.number, self.result) {
+            // Relaxed: it was there before the lane's word was, as all that the stream did.
+            self.value = numbers.number(number).load(Ordering::Relaxed);
+        }
+    }
+
     /// What is told of its end. What it holds is given back.
     pub(crate) fn end(self) -> Finished {
-        Finished { job: self.job, bytes: self.bytes, result: self.result, raised: false, value: 0 }
+        Finished { job: self.job, bytes: self.bytes, result: self.result, raised: false, value: self.value }
     }
 }
 
@@ -63,6 +83,7 @@ pub(crate) type Gathered = (Ride, SmallVec<[Piece; 2]>);
 pub(crate) enum Load {
     Copies(SmallVec<[Piece; 2]>),
     Set { byte: u8, places: Places },
+    Atomic { kernel: Kernel, at: u64, atomic: Atomic },
 }
 
 #[derive(Debug)]
@@ -81,6 +102,8 @@ pub(crate) struct State {
     free_at: Instant,
     /// What has begun, and of whose end the stream was not told to say anything yet.
     run: Vec<Ride>,
+    /// Programs that have begun.
+    programs: usize,
 }
 
 #[derive(Debug)]
@@ -89,6 +112,8 @@ pub(crate) struct Lane {
     words: Arc<Pinned>,
     /// Which of the words is its own.
     index: usize,
+    /// Where programs leave what they find, if it is for programs: as many numbers of eight bytes as transfers may be under way.
+    numbers: Option<Pinned>,
     /// Bytes a second, about.
     speed: u64,
     /// It is for copies from this process's memory into the GPU's.
@@ -108,18 +133,26 @@ impl Lane {
         speed: u64,
         is_into: bool,
     ) -> Result<Self, CudaError> {
-        let state = State { issued: 0, pending: VecDeque::new(), free_at: Instant::now(), run: Vec::new() };
+        let state =
+            State { issued: 0, pending: VecDeque::new(), free_at: Instant::now(), run: Vec::new(), programs: 0 };
         let (stream, words, state) = (Stream::new(gpu)?, Arc::clone(words), Mutex::new(state));
         Ok(Self {
             stream,
             words,
             index,
+            numbers: None,
             speed,
             is_into,
             state,
             collected: AtomicU32::new(0),
             busy: AtomicUsize::new(0),
         })
+    }
+
+    /// A lane for programs.
+    pub(crate) fn for_programs(gpu: &Arc<Gpu>, words: &Arc<Pinned>, index: usize) -> Result<Self, CudaError> {
+        let numbers = Pinned::new(gpu, DEPTH * size_of::<u64>())?;
+        Ok(Self { numbers: Some(numbers), ..Self::new(gpu, words, index, PROGRAMS, false)? })
     }
 
     /// How many runs of copies are pending.
@@ -150,6 +183,11 @@ impl Lane {
     /// What the load names is memory of GPUs that this lane's one reaches and that live as long as the lane, or is in the ride's holds.
     pub(crate) unsafe fn begin(&self, mut ride: Ride, load: &Load) -> Result<(), CudaError> {
         let state = &mut *self.lock();
+        if matches!(load, Load::Atomic { .. }) {
+            // The one that had it before has been collected: no more than so many are under way.
+            ride.number = Some(state.programs % DEPTH);
+            state.programs = state.programs.wrapping_add(1);
+        }
         // SAFETY: as the caller promises; the ride keeps it until the stream has passed it.
         unsafe { self.load(&mut ride, load) };
         if state.run.is_empty() {
@@ -259,6 +297,15 @@ impl Lane {
                 // SAFETY: as the caller promises.
                 note(*len, unsafe { self.stream.set(*at, *byte, *len) })
             }),
+            Load::Atomic { kernel, at, atomic } => match (&self.numbers, ride.number) {
+                (Some(numbers), Some(number)) => {
+                    let into = numbers.address() + (number * size_of::<u64>()) as u64;
+                    // SAFETY: as the caller promises; the lane holds the numbers until the stream has gone.
+                    note(atomic.len, unsafe { kernel.launch(&self.stream, *at, into, *atomic) })
+                }
+                // Only the lane for programs is given any.
+                _ => false,
+            },
         };
         ride.bytes = begun;
     }
@@ -280,7 +327,10 @@ impl Lane {
         let state = &mut *self.lock();
         // Acquire: what the copies wrote is there once the number is.
         let passed = self.word().load(Ordering::Acquire);
-        while let Some(entry) = state.pending.pop_front_if(|entry| has_come(passed, entry.ticket)) {
+        while let Some(mut entry) = state.pending.pop_front_if(|entry| has_come(passed, entry.ticket)) {
+            if let Some(numbers) = &self.numbers {
+                entry.rides.iter_mut().for_each(|ride| ride.read(numbers));
+            }
             out.extend(entry.rides);
             self.collected.store(entry.ticket, Ordering::Release);
             self.busy.fetch_sub(1, Ordering::AcqRel);

@@ -4,7 +4,7 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -55,6 +55,15 @@ impl Pinned {
         let word = unsafe { self.at.cast::<AtomicU32>().add(index) };
         // SAFETY: it is aligned, as pages are, and lives as long as `self`; every access of it is atomic.
         unsafe { word.as_ref() }
+    }
+
+    /// The `index`th number of eight bytes.
+    pub(crate) fn number(&self, index: usize) -> &AtomicU64 {
+        assert!(index < self.len / size_of::<AtomicU64>(), "a number is inside");
+        // SAFETY: the number is inside, as was just checked.
+        let number = unsafe { self.at.cast::<AtomicU64>().add(index) };
+        // SAFETY: as for a word.
+        unsafe { number.as_ref() }
     }
 
     /// Its bytes, while no engine has them.

@@ -164,8 +164,7 @@ impl Shared {
             Work::Copy { route: Route::Staged, .. } => Err(Unready::Error(EngineError::Device { code: u32::MAX })),
             Work::Fill { dst, pattern } => self.begin_fill(transfer, dst, *pattern, may_block),
             Work::Kernel { .. } => Err(Unready::Error(EngineError::NO_KERNELS)),
-            Work::Atomic { .. } if !may_block => Err(Unready::Unregistered),
-            Work::Atomic { at, atomic } => self.atomic(transfer, *at, *atomic),
+            Work::Atomic { at, atomic } => self.begin_atomic(transfer, *at, *atomic),
             // Behind what waits for the thread, too.
             Work::Flush if !may_block && lock(&self.book).is_waited_for() => Err(Unready::Unregistered),
             Work::Flush => {
@@ -194,7 +193,7 @@ impl Shared {
     fn begin_copy(&self, job: JobId, ready: Ready) {
         let Ready { pieces, holds, way, gpu, len } = ready;
         let (ways, way) = (&self.ways[gpu], way.unwrap_or(Way::Local));
-        let ride = Ride { job, bytes: len, result: Ok(()), _holds: holds };
+        let ride = Ride::new(job, len, holds);
         // SAFETY: `Reach` gave out addresses of slices that the GPU reaches, which live as long as the engine, and of what the ride holds.
         if let Err(error) = unsafe { ways.begin(way, ride, Load::Copies(pieces)) } {
             self.lose(gpu, error);
@@ -223,7 +222,7 @@ impl Shared {
         let (ready, places) = self.reach.places(gpu, dst, may_block)?;
         let Ready { holds, len, .. } = ready;
         if is_one_byte {
-            let ride = Ride { job: transfer.job, bytes: len, result: Ok(()), _holds: holds };
+            let ride = Ride::new(transfer.job, len, holds);
             // SAFETY: as in `begin_copy`.
             if let Err(error) = unsafe { self.ways[gpu].begin(Way::Local, ride, Load::Set { byte, places }) } {
                 self.lose(gpu, error);
@@ -325,7 +324,7 @@ impl Shared {
     }
 
     /// Notes that the context of a GPU is broken, and ends everything there. What other GPUs have begun they end themselves.
-    fn lose(&self, gpu: usize, error: CudaError) {
+    pub(crate) fn lose(&self, gpu: usize, error: CudaError) {
         let told = device_error(&error);
         if let Err(again) = self.lost.set(error) {
             tracing::debug!("A GPU's context is still broken: {again}");

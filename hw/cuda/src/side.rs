@@ -1,5 +1,5 @@
-//! [`Side`]: what the engine does for its owner's sake, and waits for: bytes read and written by the processor, fills with more
-//! than one byte, and atomic operations.
+//! [`Side`]: what the engine does for its owner's sake, and waits for: bytes read and written by the processor, and fills with more
+//! than one byte.
 //!
 //! Not here: transfers.
 
@@ -8,9 +8,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use hw_engine::Atomic;
-
-use crate::atomic::Kernel;
 use crate::driver::CudaError;
 use crate::gpu::{Gpu, Piece, Stream};
 use crate::pinned::Pinned;
@@ -20,8 +17,6 @@ use crate::slice::Slice;
 const BOUNCE: usize = 1 << 20;
 /// In front of them: the word that says how far the stream is.
 const FRONT: usize = 4096;
-/// Where in front of them an atomic operation says what was there.
-const VALUE: usize = 64;
 /// How often it is asked whether the context is still good.
 const LOOK: Duration = Duration::from_millis(1);
 
@@ -99,20 +94,6 @@ impl Side {
             self.wait()?;
         }
         Ok(())
-    }
-
-    /// Makes an atomic operation on a word, and answers what was there.
-    ///
-    /// # Safety
-    /// It stays memory of a GPU that this one reaches, and is aligned.
-    pub(crate) unsafe fn atomic(&mut self, kernel: Kernel, at: u64, atomic: Atomic) -> Result<u64, CudaError> {
-        let into = self.pinned.address() + VALUE as u64;
-        // SAFETY: as the caller promises; the other place is this side's.
-        unsafe { kernel.launch(&self.stream, at, into, atomic) }?;
-        self.wait()?;
-        let mut value = [0; 8];
-        value.copy_from_slice(&self.pinned.bytes()[VALUE..VALUE + 8]);
-        Ok(u64::from_le_bytes(value))
     }
 
     /// Copies between places that overlap, as if through a buffer.

@@ -19,8 +19,8 @@ use crate::lane::{Gathered, Lane, Load, Ride};
 use crate::pinned::Pinned;
 use crate::reach::Way;
 
-/// Lanes of a GPU.
-pub(crate) const LANES: usize = 4 * LANES_OF_A_WAY;
+/// Lanes of a GPU: of four ways, and one for programs.
+pub(crate) const LANES: usize = 4 * LANES_OF_A_WAY + 1;
 const LANES_OF_A_WAY: usize = 4;
 /// Bytes a second between a GPU and this process's memory, within a GPU, and from one to another over NVLink, as an H200 has them: what a first guess of an
 /// end is made of. Where it is too early, as for GPUs that meet over PCIe, it is looked again after a quarter of what was late.
@@ -58,6 +58,8 @@ struct Group {
 pub(crate) struct Ways {
     gpu: Arc<Gpu>,
     groups: [Group; 4],
+    /// Copies do not wait for what other programs of the GPU let wait.
+    programs: Lane,
 }
 
 impl Pair {
@@ -147,7 +149,8 @@ impl Ways {
         };
         let [out, into] = [group(Way::Out, LINK, HOST_MORE)?, group(Way::In, LINK, HOST_MORE)?];
         let groups = [out, into, group(Way::Local, MEMORY, GPU_MORE)?, group(Way::Peer, PEER, GPU_MORE)?];
-        Ok(Self { gpu: Arc::clone(gpu), groups })
+        let programs = Lane::for_programs(gpu, words, (number * LANES + LANES - 1) * LINE / size_of::<u32>())?;
+        Ok(Self { gpu: Arc::clone(gpu), groups, programs })
     }
 
     pub(crate) fn gpu(&self) -> &Arc<Gpu> {
@@ -159,7 +162,7 @@ impl Ways {
     }
 
     fn lanes(&self) -> impl Iterator<Item = &Lane> {
-        self.pairs().flat_map(|pair| &pair.lanes)
+        self.pairs().flat_map(|pair| &pair.lanes).chain([&self.programs])
     }
 
     /// Begins a ride, at once or together with others; it ends after the doorbell has rung. An error is one of the whole context; the ride is pending then, too.
@@ -177,6 +180,8 @@ impl Ways {
             },
             // SAFETY: as the caller promises.
             Load::Set { .. } => unsafe { group.large.freer().begin(ride, &load) },
+            // SAFETY: as the caller promises.
+            Load::Atomic { .. } => unsafe { self.programs.begin(ride, &load) },
         }
     }
 
@@ -186,7 +191,8 @@ impl Ways {
     /// As for [`Ways::begin`], for each ride that was gathered.
     pub(crate) unsafe fn ring(&self) -> Result<(), CudaError> {
         // SAFETY: as the caller promises.
-        self.pairs().try_for_each(|pair| unsafe { pair.ring() })
+        self.pairs().try_for_each(|pair| unsafe { pair.ring() })?;
+        self.programs.doorbell()
     }
 
     /// Begins what was gathered, and answers where the lanes are then. An error is one of the whole context.
@@ -213,8 +219,8 @@ impl Ways {
 
     /// The context is broken: everything ends with this error, and the streams do nothing any more.
     pub(crate) fn give_up(&self, error: EngineError, out: &mut Vec<Ride>) {
+        self.lanes().for_each(|lane| lane.give_up(error, out));
         for pair in self.pairs() {
-            pair.lanes.iter().for_each(|lane| lane.give_up(error, out));
             out.extend(pair.lock().drain(..).map(|(ride, _)| ride.lost(error)));
         }
     }

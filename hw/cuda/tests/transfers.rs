@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{Fake, World, copy, copy_all, own, ram, regions, transfer, until};
 use hw_cuda::Settings;
-use hw_engine::{DmaEngine, EngineError, JobId, Memory, Owner, Submit, Work};
+use hw_engine::{Atomic, AtomicOp, DmaEngine, EngineError, JobId, Memory, Owner, Submit, Work};
 
 const MIB: u64 = 1 << 20;
 const GATHER: u64 = 64 << 10;
@@ -203,6 +203,33 @@ fn a_flush_ends_after_what_waits_for_the_engines_own_thread() {
     assert_eq!(ends, []);
     world.fake.set("stall", 0);
     assert_eq!(world.ends(3).iter().map(|end| end.job.0).collect::<Vec<_>>(), [1, 2, 3]);
+    world.end();
+}
+
+#[test]
+fn each_atomic_operation_under_way_says_what_it_found_and_copies_do_not_wait_for_it() {
+    let Some(world) = world() else { return };
+    let add = |at| Work::Atomic { at, atomic: Atomic { op: AtomicOp::Add, len: 8, operand: 3 } };
+    let written = since(&world, ["executed"]);
+    let (mut found, mut expected) = (Vec::new(), Vec::new());
+    // More than may be under way, so that what they leave is where others left theirs.
+    for round in 0..5 {
+        (0..400).for_each(|n| world.submit(n, add(own(0, 4096))));
+        let mut ends = world.ends(400);
+        ends.sort_by_key(|end| end.job.0);
+        assert!(ends.iter().all(|end| (end.bytes, end.result) == (8, Ok(()))));
+        found.extend(ends.iter().map(|end| end.value));
+        expected.extend((0..400).map(|n| 3 * (400 * round + n)));
+    }
+    assert_eq!(found, expected);
+    assert!(written()[0] < 2500, "one word for all that had begun: {written:?}", written = written());
+    world.fake.set("stall_programs", 1);
+    world.submit(1, add(own(0, 4096)));
+    world.submit(2, copy(own(0, 0), own(0, MIB), 64));
+    world.submit(3, copy(own(0, 0), ram(0), 64));
+    assert_eq!(world.ends(2).iter().map(|end| end.job.0).collect::<std::collections::BTreeSet<_>>(), [2, 3].into());
+    world.fake.set("stall_programs", 0);
+    assert_eq!(world.ends(1)[0].value, 3 * 2000);
     world.end();
 }
 

@@ -56,6 +56,7 @@ enum {
 	X(export_error, 0)      /* what an export answers: 304 once confined */ \
 	X(delay, 0)             /* us before each operation */                 \
 	X(jitter, 0)            /* us at most, at random, on top of that */    \
+	X(stall_programs, 0)    /* Streams that come to a program stand still. */ \
 	X(stall, 0)             /* GPUs (a mask) whose streams stand still... */ \
 	X(steps, 0)             /* ...but for so many operations */            \
 	X(fault_after, -1)      /* operations until a context fails; -1: never */ \

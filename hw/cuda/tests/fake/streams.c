@@ -256,6 +256,8 @@ void drop_operations(const struct context *context)
 
 static bool stands_still(const struct stream *stream)
 {
+	if (fake.stall_programs && stream->first && stream->first->kind == ATOMIC)
+		return true;
 	if (!(fake.stall >> stream->context->gpu & 1))
 		return false;
 	if (fake.steps <= 0)

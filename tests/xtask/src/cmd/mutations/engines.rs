@@ -121,8 +121,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: what a transfer uses does not stay registered",
         file: "hw/cuda/src/shared.rs",
-        from: "let ride = Ride { job, bytes: len, result: Ok(()), _holds: holds };",
-        to: "let ride = Ride { job, bytes: len, result: Ok(()), _holds: holds.into_iter().take(0).collect() };",
+        from: "let ride = Ride::new(job, len, holds);",
+        to: "let ride = Ride::new(job, len, { drop(holds); Default::default() });",
     },
     Mutation {
         name: "cuda: what nobody has mapped any more stays registered",
@@ -279,6 +279,12 @@ pub(crate) const CUDA: &[Mutation] = &[
         file: "vdev/device/src/issue.rs",
         from: "self.value = finished.value;",
         to: "",
+    },
+    Mutation {
+        name: "cuda: an atomic operation finds what another one found",
+        file: "hw/cuda/src/lane.rs",
+        from: "ride.number = Some(state.programs % DEPTH);",
+        to: "ride.number = Some(state.programs % 2);",
     },
     Mutation {
         name: "cuda: the right to write does for an atomic operation",
