@@ -1,8 +1,9 @@
 //! [`CudaEngine`]: every GPU slice of one tenant, and the engines that reach them.
 //!
 //! A transfer becomes copies in one lane: those that are short are gathered until there are many or the doorbell rings, and begin together; longer ones begin at
-//! once. A lane says when it is worth looking whether something has ended, so nobody spins for that unless it was asked for. Memory of this process that no GPU has
-//! reached yet is registered first, on a thread of the engine's, where fills with more than one byte are made, too. Atomic operations are programs of the GPU's, in a lane of their own.
+//! once. Atomic operations are programs of the GPU's, in a lane of their own. A lane says when it is worth looking whether something has ended, so nobody spins
+//! for that unless it was asked for. Memory of this process that no GPU has reached yet is registered first, on a thread of the engine's, where fills with more
+//! than one byte are made, too.
 //!
 //! The driver's errors that stay break the context: then every transfer ends with an error, and the engine is good for nothing more. Its process has
 //! to make another one; no other process is concerned.
