@@ -206,7 +206,7 @@ impl Shared {
             // SAFETY: as in `begin_copy`; it has ended when this returns.
             self.on_side(gpu, |side| unsafe { side.shift(piece) }).map_err(Unready::Error)?;
         }
-        self.end_now(Finished { job, bytes: len, result: Ok(()), raised: false, value: 0 });
+        self.end_now(Finished::moved(job, Ok(len)));
         Ok(())
     }
 
@@ -232,7 +232,7 @@ impl Shared {
         // SAFETY: as in `begin_copy`, with `holds` kept until it has ended.
         self.on_side(gpu, |side| unsafe { side.fill(&places, pattern) }).map_err(Unready::Error)?;
         drop(holds);
-        self.end_now(Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
+        self.end_now(Finished::moved(transfer.job, Ok(len)));
         Ok(())
     }
 
@@ -252,7 +252,7 @@ impl Shared {
             // SAFETY: as in `begin_copy`, with what `parts` holds.
             self.on_side(*gpu, |side| unsafe { side.fill(places, *pattern) }).map_err(Unready::Error)?;
         }
-        self.end_now(Finished { job: transfer.job, bytes: len, result: Ok(()), raised: false, value: 0 });
+        self.end_now(Finished::moved(transfer.job, Ok(len)));
         Ok(())
     }
 

@@ -3,12 +3,13 @@
 //! Not here: who carries out what.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use iommu_addr::EndpointId;
 
 use crate::jobs::ByJob;
+use crate::sync::lock;
 use crate::{EngineError, Finished, JobId, Submit, Transfer, Work};
 
 #[derive(Default)]
@@ -25,10 +26,6 @@ pub(crate) struct Fences {
 struct Held {
     transfer: Transfer,
     before: BTreeSet<JobId>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Fences {

@@ -23,6 +23,7 @@ mod owner;
 pub mod proof;
 pub mod queue;
 mod segments;
+mod sync;
 
 pub use engine::{
     Atomic, AtomicOp, DmaEngine, EndpointKind, EndpointSpec, EngineCaps, EngineError, Finished, Initiated, JobId,

@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use iommu_addr::{DomainId, EndpointId};
 
 use super::{APERTURES, FlatMemory, Noise, Parts};
 use crate::proof::{Pair, ProofError, Prover};
+use crate::sync::lock;
 use crate::{DmaEngine, EndpointKind, EndpointSpec, EngineError, Finished, JobId, Memory, Submit, Transfer, Work};
 
 /// How long an engine in real time may take for anything here. Reached only by an engine that hangs.
@@ -189,8 +190,4 @@ impl Bed {
             self.woken.1.wait_timeout_while(guard, at_most, |woken| !*woken).unwrap_or_else(PoisonError::into_inner);
         *woken = false;
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -45,8 +45,8 @@ pub(crate) const FUNCTIONS: &[Mutation] = &[
     Mutation {
         name: "function: what somebody else fills is said to be filled by the initiator",
         file: "hw/engine/src/fleet.rs",
-        from: "(_, Whose::Several) => false,",
-        to: "(_, Whose::Several) => true,",
+        from: "Who::Stager => false,\n            Who::Rest => self.rest.fills",
+        to: "Who::Stager => true,\n            Who::Rest => self.rest.fills",
     },
     Mutation {
         name: "function: a flush waits for no other engine",
