@@ -304,7 +304,10 @@ impl Lane {
                     note(atomic.len, unsafe { kernel.launch(&self.stream, *at, into, *atomic) })
                 }
                 // Only the lane for programs is given any.
-                _ => false,
+                _ => {
+                    ride.result = Err(EngineError::NO_ATOMICS);
+                    false
+                }
             },
         };
         ride.bytes = begun;

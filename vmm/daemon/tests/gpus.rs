@@ -187,6 +187,12 @@ fn a_gpu_that_cannot_be_opened_is_told_of() {
     let Some(library) = driver("") else { return };
     let reason = failure(&CONFIG.replace("1a:00.0", "77:00.0"), &library);
     assert!(reason.starts_with("A GPU cannot be used: There is no GPU 0000:77:00.0; this machine has"), "{reason}");
+    let Some(library) = driver("gpus=2") else { return };
+    let uuid = "GPU-00112233-4455-6677-8899-aabbccddee00";
+    let reason = failure(&(CONFIG.to_owned() + &TWO.replace("0000:1b:00.0", uuid)), &library);
+    let expected =
+        format!("A GPU cannot be used: {uuid} and 0000:1a:00.0 are the same one; remove one of the two devices");
+    assert_eq!(reason, expected);
     let Some(library) = driver("oom=1") else { return };
     let reason = failure(CONFIG, &library);
     assert!(reason.starts_with("Slice \"cuda0\" has no memory: GPU "), "{reason}");

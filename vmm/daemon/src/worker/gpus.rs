@@ -54,6 +54,7 @@ impl Gpus {
             let driver = args.cuda_library.as_deref().map_or_else(Driver::load, Driver::load_from)?;
             let gpus = args.wanted.iter().map(|which| Ok((which.clone(), Gpu::open(&driver, which)?)));
             let open = gpus.collect::<anyhow::Result<Vec<_>>>()?;
+            differ(&open)?;
             let peers = peers(&open, args.nvml_library.as_deref());
             anyhow::Ok(Self { open, peers })
         };
@@ -89,6 +90,16 @@ impl Gpus {
         let engine = CudaEngine::new(slices, memory.clone(), settings, Some(Arc::clone(hook)));
         Ok(Some(Arc::new(engine.context("The GPUs have no engine")?)))
     }
+}
+
+/// A GPU has an address and a UUID: two devices of one GPU would count its memory twice, and be told to be no peers.
+fn differ(open: &[(String, Arc<Gpu>)]) -> anyhow::Result<()> {
+    for (number, (name, gpu)) in open.iter().enumerate() {
+        if let Some((other, _)) = open[..number].iter().find(|(_, other)| other.info().uuid == gpu.info().uuid) {
+            bail!("{name} and {other} are the same one; remove one of the two devices");
+        }
+    }
+    Ok(())
 }
 
 /// Every pair of GPUs, both ways. What is between the two is in files, and so is looked up now; nothing depends on it.
