@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use hw_engine::{CopyError, EngineError, Finished, JobId, Memory, Transfer, Work, copy_segments, fill_segments};
+use hw_engine::{EngineError, Finished, JobId, Memory, Transfer, Work, copy_segments, fill_segments};
 use iommu_addr::EndpointId;
 use smallvec::SmallVec;
 
@@ -23,13 +23,12 @@ pub(crate) struct Move {
 }
 
 impl Move {
-    /// Moves bytes: all of a copy or fill, a step of a kernel. `None`: there is more to do.
+    /// Moves bytes: a step of a kernel, all of anything else. `None`: there is more to do.
     pub(crate) fn step(&mut self, memory: &dyn Memory) -> Option<Finished> {
-        let job = self.transfer.job;
         if let Some(kernel) = &mut self.kernel {
-            return kernel.step(memory, job);
+            return kernel.step(memory, self.transfer.job);
         }
-        Some(Finished::moved(job, carry_out(memory, &self.transfer.work)))
+        Some(carry_out(memory, &self.transfer))
     }
 
     fn done(&self) -> u64 {
@@ -37,13 +36,18 @@ impl Move {
     }
 }
 
-/// A copy, fill or flush at once.
-pub(crate) fn carry_out(memory: &dyn Memory, work: &Work) -> Result<u64, CopyError> {
-    match work {
+/// A copy, fill, atomic operation or flush at once.
+pub(crate) fn carry_out(memory: &dyn Memory, transfer: &Transfer) -> Finished {
+    let moved = match &transfer.work {
         Work::Copy { src, dst, route } => copy_segments(memory, dst, src, *route),
         Work::Fill { dst, pattern } => fill_segments(memory, dst, *pattern),
-        Work::Flush | Work::Kernel { .. } | Work::Atomic { .. } => Ok(0),
-    }
+        Work::Atomic { at, atomic } => {
+            let was = memory.atomic(*at, *atomic).map_err(EngineError::Memory);
+            return Finished::atomic(transfer.job, *atomic, was);
+        }
+        Work::Flush | Work::Kernel { .. } => Ok(0),
+    };
+    Finished::moved(transfer.job, moved)
 }
 
 enum Phase {

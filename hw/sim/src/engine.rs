@@ -144,17 +144,11 @@ impl DmaEngine for SimEngine {
         }
         let (src, dst) = match &transfer.work {
             Work::Flush => return self.flush(transfer, endpoint),
-            // No more than a word, so it takes no time.
-            Work::Atomic { at, atomic } => {
-                let was = memory.atomic(*at, *atomic).map_err(EngineError::Memory);
-                return Ok(Submit::Executed(Finished::atomic(transfer.job, *atomic, was)));
-            }
             Work::Kernel { src, dst } => (src, dst),
-            Work::Copy { .. } | Work::Fill { .. } => {
+            Work::Copy { .. } | Work::Fill { .. } | Work::Atomic { .. } => {
                 let crossings = core.fabric.crossings(transfer);
                 if endpoint.latency.is_zero() && crossings.is_empty() {
-                    let moved = carry_out(memory, &transfer.work);
-                    return Ok(Submit::Executed(Finished::moved(transfer.job, moved)));
+                    return Ok(Submit::Executed(carry_out(memory, transfer)));
                 }
                 core.claim()?;
                 return Ok(self.book(transfer, endpoint, crossings, None));

@@ -69,7 +69,12 @@ impl Fabric {
                 src.iter().for_each(|from| hop(from.at.owner(), device, from.len));
                 dst.iter().for_each(|to| hop(device, to.at.owner(), to.len));
             }
-            Work::Atomic { .. } | Work::Flush => {}
+            // A number goes there, and what was there comes back.
+            Work::Atomic { at, atomic } => {
+                hop(device, at.owner(), atomic.len);
+                hop(at.owner(), device, atomic.len);
+            }
+            Work::Flush => {}
         }
         found
     }

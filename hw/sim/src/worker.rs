@@ -164,7 +164,7 @@ impl Core {
     pub(crate) fn run(&self, transfer: &Transfer, kernel: Option<Box<Kernel>>) -> Finished {
         let memory = self.memory_of(transfer.initiator);
         let Some(mut kernel) = kernel else {
-            return Finished::moved(transfer.job, carry_out(memory, &transfer.work));
+            return carry_out(memory, transfer);
         };
         let mut finished = loop {
             if let Some(end) = kernel.step(memory, transfer.job) {

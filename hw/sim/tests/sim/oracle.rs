@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use hw_engine::conformance::{APERTURES, Noise, RAM};
 use hw_engine::{
-    DmaEngine, Finished, JobId, LinkLedger, Memory, RamMap, RamRegion, Route, Segments, Submit, Transfer, Unlimited,
-    Work,
+    Atomic, AtomicOp, DmaEngine, Finished, JobId, LinkLedger, Memory, RamMap, RamRegion, Route, Segments, Submit,
+    Transfer, Unlimited, Work,
 };
 use hw_host::{HostEngine, HostMemory};
 use hw_sim::{Clock, ManualClock, SimConfig, SimEngine};
@@ -102,7 +102,24 @@ fn work() -> impl Strategy<Value = Work> {
         Work::Copy { src: cut(src, len), dst: cut(dst, len), route }
     });
     let fill = (list(), any::<u64>()).prop_map(|(dst, pattern)| Work::Fill { dst: dst.into(), pattern });
-    prop_oneof![5 => copy, 2 => fill, 1 => Just(Work::Flush)]
+    prop_oneof![5 => copy, 2 => fill, 2 => atomic(), 1 => Just(Work::Flush)]
+}
+
+fn atomic() -> impl Strategy<Value = Work> {
+    let op = prop_oneof![
+        Just(AtomicOp::Add),
+        Just(AtomicOp::Swap),
+        any::<u64>().prop_map(|compare| AtomicOp::CompareSwap { compare })
+    ];
+    (segment(), op, any::<bool>(), any::<u64>()).prop_map(|(segment, op, long, operand)| {
+        let at = match segment.at {
+            Location::Ram(gpa) => Location::Ram(Gpa(gpa.0 & !7)),
+            Location::Aperture { endpoint, offset } => {
+                Location::Aperture { endpoint, offset: ApertureOffset(offset.0 & !7) }
+            }
+        };
+        Work::Atomic { at, atomic: Atomic { op, len: if long { 8 } else { 4 }, operand } }
+    })
 }
 
 fn compare(config: &SimConfig, ledger: Arc<dyn LinkLedger>, works: Vec<(u16, Work)>) {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hw_engine::{DmaEngine, EngineError, Finished, JobId, LinkId, Route, Segments, Submit, Unlimited, Work};
+use hw_engine::{
+    Atomic, AtomicOp, DmaEngine, EngineError, Finished, JobId, LinkId, Route, Segments, Submit, Unlimited, Work,
+};
 use iommu_addr::EndpointId;
 
 use crate::common::{Desk, FPGA, GPU, Wires, copy, devices, instant, own, ram};
@@ -73,6 +75,25 @@ fn a_fill_comes_from_its_initiator() {
     desk.send(GPU, Work::Fill { dst: own(FPGA, 0, 500), pattern: 1 });
     desk.send(GPU, Work::Fill { dst: ram(0x1000, 500), pattern: 1 });
     assert_eq!(desk.ends(), [(1, 500), (2, 1000)]);
+}
+
+#[test]
+fn an_atomic_operation_goes_there_and_comes_back() {
+    let (add, compare) = (AtomicOp::Add, AtomicOp::CompareSwap { compare: 0 });
+    let work = |at: Segments, op, len| Work::Atomic { at: at[0].at, atomic: Atomic { op, len, operand: 5 } };
+    let desk = Desk::by_hand(&devices(50 * NS, 2), Wires::new(NS));
+    desk.send(GPU, work(own(FPGA, 0, 8), add, 8));
+    // The links are taken both ways.
+    desk.send(FPGA, straight(own(FPGA, 64, 10), own(GPU, 0, 10)));
+    desk.send(FPGA, straight(own(GPU, 64, 10), own(FPGA, 64, 10)));
+    // Within a device it takes the engine alone.
+    desk.send(GPU, work(own(GPU, 0, 4), compare, 4));
+    assert_eq!(desk.ends(), [(3, 50), (0, 58), (1, 68), (2, 68)]);
+    let read = [own(FPGA, 0, 8), own(GPU, 0, 8)].map(|at| desk.bytes(&at));
+    assert_eq!(read, [5u64.to_le_bytes(); 2]);
+    let at_once = Desk::by_hand(&instant(), Arc::new(Unlimited));
+    at_once.run(1, GPU, work(own(FPGA, 0, 8), add, 8));
+    assert_eq!(at_once.run(1, FPGA, work(own(FPGA, 0, 8), add, 8)).value, 5);
 }
 
 #[test]
