@@ -207,7 +207,8 @@ impl Owner for CudaEngine {
 impl Drop for CudaEngine {
     fn drop(&mut self) {
         self.shared.close();
-        if let Some(thread) = self.thread.take() {
+        // The last owner may be what the engine wakes: then this is the thread itself, and it ends after this call.
+        if let Some(thread) = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id()) {
             // It has no panics to tell of that it did not print.
             let _ = thread.join();
         }

@@ -310,8 +310,10 @@ impl DmaEngine for Fleet {
         let soonest = self.engines().filter_map(|engine| engine.poll(out)).min();
         let handed_over = Cell::new(false);
         self.fences.note(out, before, |transfer| {
-            handed_over.set(true);
-            self.hand_over(transfer)
+            let taken = self.hand_over(transfer);
+            // What is full has something under way, whose end is looked after.
+            handed_over.set(handed_over.get() || taken != Err(EngineError::Busy));
+            taken
         });
         out.append(&mut lock(&self.given_up));
         if handed_over.get() {

@@ -279,10 +279,48 @@ impl<C> Drop for Queue<C> {
         (state.over, state.abort) = (true, true);
         drop(state);
         self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take()
+        // The last owner may be what the queue wakes: then this is the thread itself, and it ends after this call.
+        if let Some(thread) = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id())
             && thread.join().is_err()
         {
             tracing::error!("An engine's thread had panicked; transfers may have been lost");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::Receiver;
+
+    use iommu_addr::{DomainId, EndpointId};
+
+    use super::*;
+    use crate::Work;
+
+    struct Waits(Receiver<()>);
+
+    impl Carrier for Waits {
+        fn run(&mut self, _: &Transfer, _: &dyn Fn() -> bool) -> (u64, Result<(), EngineError>) {
+            self.0.recv().unwrap();
+            (0, Ok(()))
+        }
+    }
+
+    #[test]
+    fn the_last_owner_may_be_what_it_wakes() {
+        let (go, waits) = channel();
+        let queue = Queue::start("queue", Waits(waits), None).unwrap();
+        let (last, (told, hears)) = (Arc::new(Mutex::new(None)), channel());
+        let owner = Arc::clone(&last);
+        queue.on_progress(Box::new(move || {
+            drop(owner.lock().unwrap().take());
+            told.send(()).unwrap();
+        }));
+        let (domain, initiator) = (DomainId(1), EndpointId::local(0));
+        let transfer = Transfer { job: JobId(1), domain, initiator, work: Work::Flush };
+        assert_eq!(queue.submit(&transfer), Ok(Submit::Submitted));
+        *last.lock().unwrap() = Some(queue);
+        go.send(()).unwrap();
+        assert_eq!(hears.recv(), Ok(()), "the thread went on");
     }
 }

@@ -1,5 +1,7 @@
 //! Who is handed what.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use iommu_addr::{ApertureOffset, Gpa};
 
 use super::*;
@@ -12,6 +14,8 @@ struct Counting {
     calls: Mutex<Vec<&'static str>>,
     /// What it says has ended.
     ended: Mutex<Vec<JobId>>,
+    /// It takes nothing.
+    is_full: AtomicBool,
 }
 
 impl Counting {
@@ -32,7 +36,7 @@ impl DmaEngine for Counting {
 
     fn submit(&self, _: &Transfer) -> Result<Submit, EngineError> {
         self.count("submit");
-        Ok(Submit::Submitted)
+        if self.is_full.load(Ordering::Relaxed) { Err(EngineError::Busy) } else { Ok(Submit::Submitted) }
     }
 
     fn doorbell(&self) {
@@ -169,8 +173,12 @@ fn a_flush_that_waited_is_rung_for() {
         assert_eq!(fleet.submit(&transfer), Ok(Submit::Submitted));
     }
     engine.ended.lock().unwrap().push(JobId(1));
+    engine.is_full.store(true, Ordering::Relaxed);
+    assert_eq!(fleet.poll(&mut Vec::new()), None, "nothing went on: whoever fills the engine is looked after");
+    assert_eq!(engine.calls(), ["submit", "poll", "submit"]);
+    engine.is_full.store(false, Ordering::Relaxed);
     assert_eq!(fleet.poll(&mut Vec::new()), Some(Duration::ZERO), "it may have ended already");
-    assert_eq!(engine.calls(), ["submit", "poll", "submit", "doorbell"]);
+    assert_eq!(engine.calls(), ["poll", "submit", "doorbell"]);
     assert_eq!(fleet.poll(&mut Vec::new()), None);
     assert_eq!(engine.calls(), ["poll"], "nothing new");
 }
