@@ -3,6 +3,7 @@
 //! Not here: the table of buffers, which memory is free.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use iommu_addr::{Access, Addr, ApertureOffset, EndpointId, Iova, Location, REGISTERS, Range, Segment};
@@ -114,6 +115,7 @@ impl Device {
         let now = Instant::now();
         let deadline = now.checked_add(self.limits.max_timeout()).unwrap_or(now);
         let op = Op { task: Task::Scrub { buffer, then }, deadline, issued: None, aborted: None };
+        self.scrubs.fetch_add(1, Ordering::AcqRel);
         self.enqueue(domain, StreamKey::scrubs(buffer.endpoint), op);
     }
 

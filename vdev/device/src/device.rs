@@ -3,7 +3,7 @@
 //! Not here: what queues carry (`control`, `submit`, `events`), carrying work out (`run`).
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -59,6 +59,8 @@ pub struct Device {
     pub(crate) buffers: Mutex<Buffers>,
     pub(crate) events: Events,
     pub(crate) credits: Arc<Credits>,
+    /// Buffers that are being scrubbed, or wait for it.
+    pub(crate) scrubs: AtomicUsize,
     pub(crate) flights: Flights,
     pub(crate) ready: List,
     pub(crate) starved: List,
@@ -116,6 +118,7 @@ impl Device {
             buffers: Mutex::new(Buffers::new(&spec.endpoints, limits.max_buffers)),
             events: Events::new(spec.session, limits.max_events),
             credits: Credits::new(limits.max_in_flight),
+            scrubs: AtomicUsize::new(0),
             flights: Flights::new(now),
             ready: List::default(),
             starved: List::default(),

@@ -31,6 +31,8 @@ pub(crate) struct Domain {
     pub(crate) streams: Mutex<Streams>,
     /// Set under the streams' lock.
     closing: AtomicBool,
+    /// There has been a CANCEL.
+    pub(crate) cancels: AtomicBool,
     /// Held by whatever has to end before the domain is gone.
     end: Mutex<Option<Arc<Finally>>>,
     /// Let go when the domain is gone; `None` from then on.
@@ -89,6 +91,7 @@ impl Device {
             space,
             streams: Mutex::default(),
             closing: AtomicBool::new(false),
+            cancels: AtomicBool::new(false),
             end: Mutex::new(Some(end)),
             waiters: Mutex::new(Some(Vec::new())),
             draining: Mutex::new(Finally::idle()),

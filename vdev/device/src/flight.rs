@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use hw_engine::jobs::{BLOCK, ByJob};
 use hw_engine::{Finished, JobId};
 
+use crate::RequestError;
 use crate::domain::Domain;
 use crate::op::{Op, StreamKey};
 use crate::sync::lock;
@@ -118,6 +119,13 @@ impl Flights {
         let mut tables = self.all();
         let flights = tables.iter_mut().flat_map(|table| table.flights.iter_mut());
         flights.filter_map(|(job, flight)| mark(flight).then_some(*job)).collect()
+    }
+
+    /// Marks one transfer. False if it has landed, or was marked before.
+    pub(crate) fn mark_one(&self, job: JobId, reason: RequestError) -> bool {
+        let mut table = self.parts.of(job).lock();
+        let unmarked = table.flights.get_mut(&job).filter(|flight| flight.op.aborted.is_none());
+        unmarked.map(|flight| flight.op.aborted = Some(reason)).is_some()
     }
 
     /// The earliest deadline of transfers that nobody aborted yet.

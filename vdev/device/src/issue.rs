@@ -126,7 +126,8 @@ impl Issued {
             self.value = finished.value;
         }
         finished.result?;
-        if !was_flush && self.done < self.len && !self.next_piece() {
+        // An engine that moved nothing, and says it was well, would be given the same piece for ever.
+        if !was_flush && self.done < self.len && (finished.bytes == 0 || !self.next_piece()) {
             return Err(RequestError::Dropped);
         }
         Ok(self.done >= self.len && !self.next_flush())

@@ -51,7 +51,9 @@ impl Device {
         }
         let mut queues = FIRST_SUBMIT_QUEUE..self.num_queues();
         let rests = |index| self.is_between_turns(index) && self.port(index).is_none_or(|port| port.is_idle());
-        queues.all(rests) && self.ready.is_empty() && self.starved.is_empty() && self.flights.is_empty()
+        // What the timekeeper has in hand is in no list: of a paused device that is scrubbing, or what a device's own logic has started.
+        let scrubs = self.scrubs.load(Ordering::Acquire) > 0;
+        queues.all(rests) && !scrubs && self.ready.is_empty() && self.starved.is_empty() && self.flights.is_empty()
     }
 
     /// Waits until every turn that has begun is over. A turn tells the observer at its end what it did, when the driver may know already.

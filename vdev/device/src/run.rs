@@ -222,6 +222,7 @@ impl Device {
         let went = match (op.issued.take(), &op.task) {
             (issued @ Some(_), _) if self.is_down() => Went::Ended(given_up(issued, RequestError::Dropped)),
             (issued @ Some(_), _) if op.aborted.is_some() => Went::Ended(given_up(issued, RequestError::Cancelled)),
+            (None, _) if op.aborted.is_some() => Went::Ended(Outcome::refused(RequestError::Cancelled)),
             (issued, _) if due => Went::Ended(given_up(issued, RequestError::Timeout)),
             (Some(issued), _) => self.resume(turn, issued),
             (None, Task::Guest(_) | Task::Kernel(_)) if domain.is_closing() => {
@@ -251,6 +252,10 @@ impl Device {
                 let deadline = op.deadline;
                 let flight = Flight { domain: Arc::clone(domain), key, op };
                 turn.landed.extend(self.flights.launch(job, flight));
+                // Relaxed: a CANCEL that looked among the flights before it was there had said so before, and held the same lock in between.
+                if domain.cancels.load(Ordering::Relaxed) && lock(&domain.streams).is_taken_cancelled(key) {
+                    self.abort_one(job, RequestError::Cancelled);
+                }
                 // Afterwards: a timekeeper that found the deadline due before it could find the transfer would forget both.
                 turn.wake |= self.flights.watch(deadline);
             }
@@ -334,6 +339,7 @@ impl Device {
             }
             Task::Scrub { buffer, then } => {
                 self.scrubbed(&buffer, outcome.error);
+                self.scrubs.fetch_sub(1, Ordering::AcqRel);
                 drop(then);
             }
         }

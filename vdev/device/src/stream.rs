@@ -1,6 +1,7 @@
 //! STREAM_RESET and CANCEL.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use iommu_addr::StreamId;
 use vdev_wire::CancelReply;
@@ -10,6 +11,7 @@ use crate::RequestError;
 use crate::complete::Body;
 use crate::device::Device;
 use crate::domain::Domain;
+use crate::flight::Flight;
 use crate::op::{Op, StreamKey};
 use crate::sync::lock;
 use crate::turn::Turn;
@@ -35,20 +37,15 @@ impl Device {
     ) -> Body {
         let key = StreamKey::guest(stream);
         let which = |op: &Op| cookie.is_none() || op.cookie() == cookie;
-        let (cancelled, mut running) = {
+        // Before it is looked for, so that whoever has it in hand and gives it to an engine afterwards knows: see `settle_went`.
+        domain.cancels.store(true, Ordering::Relaxed);
+        let (cancelled, running) = {
             let mut streams = lock(&domain.streams);
-            (streams.take_waiting(key, which), streams.cancel_issued(key, which))
+            let taken = usize::from(streams.cancel_taken(key, cookie));
+            (streams.take_waiting(key, which), streams.cancel_issued(key, which).saturating_add(taken))
         };
-        let jobs = self.flights.mark(|flight| {
-            let is_meant = flight.key == key && Arc::ptr_eq(&flight.domain, domain) && which(&flight.op);
-            running = running.saturating_add(usize::from(is_meant));
-            let is_new = is_meant && flight.op.aborted.is_none();
-            if is_new {
-                flight.op.aborted = Some(RequestError::Cancelled);
-            }
-            is_new
-        });
-        jobs.into_iter().for_each(|job| self.engine.abort(job));
+        let is_meant = |flight: &Flight| flight.key == key && Arc::ptr_eq(&flight.domain, domain) && which(&flight.op);
+        self.abort(is_meant, RequestError::Cancelled);
         let reply = CancelReply {
             cancelled: u32::try_from(cancelled.len()).unwrap_or(u32::MAX).into(),
             running: u32::try_from(running).unwrap_or(u32::MAX).into(),

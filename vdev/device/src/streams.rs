@@ -25,12 +25,25 @@ pub(crate) struct Streams {
 struct Stream {
     queue: VecDeque<Op>,
     busy: bool,
+    /// What the turn's owner has taken from the front.
+    hand: Option<Hand>,
     failed: bool,
     /// Descriptors that wait or run.
     count: usize,
 }
 
+/// Work in the hands of a turn's owner: a thread, or an engine.
+struct Hand {
+    cookie: Option<u64>,
+    /// It is to end before it goes on.
+    cancelled: bool,
+}
+
 impl Stream {
+    fn take(&mut self, cookie: Option<u64>) {
+        self.hand = Some(Hand { cookie, cancelled: false });
+    }
+
     fn cancel_issued(&mut self, which: impl Fn(&Op) -> bool) -> usize {
         let issued = self.queue.iter_mut().filter(|op| op.issued.is_some() && which(op));
         issued.map(|op| op.aborted = op.aborted.or(Some(RequestError::Cancelled))).count()
@@ -60,8 +73,8 @@ pub(crate) enum Next {
 }
 
 impl Streams {
-    /// Takes the turn of a stream that is idle or new.
-    pub(crate) fn claim(&mut self, key: StreamKey, max_streams: usize) -> Claim {
+    /// Takes the turn of a stream that is idle or new, for the guest's work of this name.
+    pub(crate) fn claim(&mut self, key: StreamKey, cookie: u64, max_streams: usize) -> Claim {
         match self.map.entry(key) {
             Entry::Occupied(mut entry) => {
                 let stream = entry.get_mut();
@@ -71,6 +84,7 @@ impl Streams {
                     Claim::Busy
                 } else {
                     stream.busy = true;
+                    stream.take(Some(cookie));
                     stream.count = stream.count.saturating_add(1);
                     Claim::Yours
                 }
@@ -82,7 +96,7 @@ impl Streams {
                     }
                     self.guests = self.guests.saturating_add(1);
                 }
-                entry.insert(Stream { busy: true, count: 1, ..Stream::default() });
+                entry.insert(Stream { busy: true, count: 1, ..Stream::default() }).take(Some(cookie));
                 Claim::Yours
             }
         }
@@ -117,23 +131,48 @@ impl Streams {
 
     /// Takes the work at the front, for the owner of the turn. Without work the turn ends.
     pub(crate) fn pop(&mut self, key: StreamKey) -> Option<Op> {
-        let op = self.map.get_mut(&key)?.queue.pop_front();
-        if op.is_none() {
-            self.end_turn(key);
+        let stream = self.map.get_mut(&key)?;
+        let op = stream.queue.pop_front();
+        match &op {
+            Some(op) => stream.take(op.cookie()),
+            None => self.end_turn(key),
         }
         op
     }
 
-    /// Puts work back to the front, for the owner of the turn, who keeps it.
-    pub(crate) fn put_back(&mut self, key: StreamKey, op: Op) {
+    /// The owner of the turn has other work in its hands now than what it took.
+    pub(crate) fn retake(&mut self, key: StreamKey, cookie: u64) {
         if let Some(stream) = self.map.get_mut(&key) {
+            stream.take(Some(cookie));
+        }
+    }
+
+    /// Puts work back to the front, for the owner of the turn, who keeps it.
+    pub(crate) fn put_back(&mut self, key: StreamKey, mut op: Op) {
+        if let Some(stream) = self.map.get_mut(&key) {
+            if stream.hand.take().is_some_and(|hand| hand.cancelled) {
+                op.aborted = op.aborted.or(Some(RequestError::Cancelled));
+            }
             stream.queue.push_front(op);
         }
+    }
+
+    /// Cancels what the owner of the turn has in its hands, if it has this name. False if there is no such.
+    pub(crate) fn cancel_taken(&mut self, key: StreamKey, cookie: Option<u64>) -> bool {
+        let hand = self.map.get_mut(&key).and_then(|stream| stream.hand.as_mut());
+        let meant = hand.filter(|hand| cookie.is_none() || hand.cookie == cookie);
+        meant.map(|hand| hand.cancelled = true).is_some()
+    }
+
+    /// Whether what the owner of the turn has in its hands was cancelled.
+    pub(crate) fn is_taken_cancelled(&self, key: StreamKey) -> bool {
+        self.map.get(&key).and_then(|stream| stream.hand.as_ref()).is_some_and(|hand| hand.cancelled)
     }
 
     /// One descriptor of the turn's owner has ended.
     pub(crate) fn ended(&mut self, key: StreamKey) -> Next {
         let Some(stream) = self.map.get_mut(&key) else { return Next::Idle };
+        stream.hand = None;
         stream.count = stream.count.saturating_sub(1);
         if stream.queue.is_empty() {
             self.end_turn(key);

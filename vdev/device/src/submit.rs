@@ -243,7 +243,12 @@ impl Device {
             let claim = {
                 let mut streams = lock(&domain.streams);
                 // Looked at under the lock: what is queued after the domain began to go would never be cancelled.
-                if domain.is_closing() { Claim::Failed } else { streams.claim(key, self.limits.max_streams.count()) }
+                if domain.is_closing() {
+                    Claim::Failed
+                } else {
+                    let cookie = run.works.get(left.start).map_or(0, |(tag, _)| tag.cookie);
+                    streams.claim(key, cookie, self.limits.max_streams.count())
+                }
             };
             match claim {
                 Claim::Yours if turn.is_spent() => self.defer(turn, domain, key, &mut left, run, credit),
@@ -271,6 +276,7 @@ impl Device {
         run: &mut Run<'_>,
         credit: Credit,
     ) {
+        let first = left.start;
         while let Some((index, (tag, work))) = left.next().and_then(|index| Some((index, run.works.get(index)?))) {
             let went = match work {
                 Ok(work) => self.begin(turn, domain, key, tag.cookie, Fresh::Guest(work)),
@@ -278,6 +284,9 @@ impl Device {
             };
             let Went::Ended(outcome) = went else {
                 let op = self.op(turn, index, run, credit);
+                if index > first {
+                    lock(&domain.streams).retake(key, tag.cookie);
+                }
                 return self.settle_went(turn, domain, key, op, went);
             };
             if let Some(record) = run.records.get_mut(index) {

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use hw_engine::{Finished, Initiated, Raised};
+use hw_engine::{Finished, Initiated, JobId, Raised};
 use iommu_addr::DomainId;
 use vdev_wire::{CONTROL_QUEUE, Status};
 
@@ -81,9 +81,10 @@ impl Device {
         !self.spec.linger.is_zero()
     }
 
-    /// A queue's thread takes no further turn, whatever the last one answered: from here on the timekeeper has to look for what is in flight.
+    /// A queue's thread takes no further turn, whatever the last one answered: from here on the timekeeper has to look for what is in flight,
+    /// and to go on with what the turn has left.
     pub fn rest(&self) {
-        if self.glances() && !self.flights.is_idle() {
+        if !self.ready.is_empty() || self.glances() && !self.flights.is_idle() {
             self.wake();
         }
     }
@@ -270,7 +271,7 @@ impl Device {
         finish(&mut turn.done);
     }
 
-    fn abort(&self, which: impl Fn(&Flight) -> bool, reason: RequestError) {
+    pub(crate) fn abort(&self, which: impl Fn(&Flight) -> bool, reason: RequestError) {
         let jobs = self.flights.mark(|flight| {
             let is_new = flight.op.aborted.is_none() && which(flight);
             if is_new {
@@ -279,6 +280,12 @@ impl Device {
             is_new
         });
         jobs.into_iter().for_each(|job| self.engine.abort(job));
+    }
+
+    pub(crate) fn abort_one(&self, job: JobId, reason: RequestError) {
+        if self.flights.mark_one(job, reason) {
+            self.engine.abort(job);
+        }
     }
 
     /// The connection is over: takes no more work, waits until the engines are quiet, answers what is left, forgets every domain and touches no

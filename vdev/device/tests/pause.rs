@@ -106,6 +106,27 @@ fn a_device_that_says_it_is_quiet_completes_nothing_more() {
     }
 }
 
+/// What the timekeeper has in its hands is in no list.
+#[test]
+fn a_device_that_scrubs_is_not_quiet() {
+    let piece = 256 << 10;
+    let mut bed = Bed::build(spec(), |memory| std::sync::Arc::new(hw_host::HostEngine::new(memory)), piece).prepared();
+    let handle = bed.alloc(1, GPU, 1 << 40, 4 * piece);
+    let call = bed.start(Opcode::Free, 1, zerocopy::IntoBytes::as_bytes(&vdev_wire::Free { handle: handle.into() }));
+    bed.device.drain(0);
+    bed.device.pause();
+    let (device, seen) =
+        (std::sync::Arc::downgrade(&bed.device), std::sync::Arc::new(std::sync::Mutex::new(Vec::new())));
+    let told = std::sync::Arc::clone(&seen);
+    let ask = move || told.lock().unwrap().extend(device.upgrade().map(|device| device.is_quiet()));
+    *bed.engine.meanwhile.lock().unwrap() = Some(std::sync::Arc::new(ask));
+    while bed.device.poll().is_some_and(|wait| wait.is_zero()) {}
+    assert_eq!(*seen.lock().unwrap(), [false; 4], "asked at each piece");
+    *bed.engine.meanwhile.lock().unwrap() = None;
+    assert_eq!(bed.answer(call).unwrap().status, Status::Ok);
+    assert!(bed.device.is_quiet());
+}
+
 /// Whoever finds a number first and tells it last would leave the wrong one behind.
 #[test]
 fn the_number_in_flight_is_true_once_a_device_is_quiet() {

@@ -5,6 +5,7 @@ mod common;
 
 use common::*;
 use hw_engine::EngineError;
+use std::sync::Arc;
 use vdev_device::{Counter, DeviceSpec, Gauge};
 use vdev_wire::{Status, WorkDescriptor};
 
@@ -267,6 +268,79 @@ fn long_work_can_be_cancelled_between_its_pieces() {
     assert_eq!(bed.statuses(batch), [CANCELLED]);
     let bytes = bed.records(batch)[0].bytes.get();
     assert!(bytes > 0 && bytes < 64 << 20, "{bytes} bytes were moved before");
+}
+
+/// Has a CANCEL served while the engine takes the next transfer, and what `turn` then leaves running end. Answers what was said of that work.
+fn cancel_meanwhile(bed: &mut Bed, cookie: Option<u64>, turn: impl FnOnce(&mut Bed)) -> (u32, u32) {
+    let (flags, cookie) = (u32::from(cookie.is_none()), cookie.unwrap_or(0));
+    let cancel = vdev_wire::Cancel { stream: 0.into(), flags: flags.into(), cookie: cookie.into() };
+    let call = bed.start(vdev_wire::Opcode::Cancel, 1, zerocopy::IntoBytes::as_bytes(&cancel));
+    let device = Arc::downgrade(&bed.device);
+    let serve = move || {
+        let _ = device.upgrade().map(|device| device.drain(0));
+    };
+    *bed.engine.meanwhile.lock().unwrap() = Some(Arc::new(serve));
+    turn(bed);
+    *bed.engine.meanwhile.lock().unwrap() = None;
+    let reply: vdev_wire::CancelReply = bed.answered(call).expect("it was served").read();
+    bed.drain();
+    (reply.cancelled.get(), reply.running.get())
+}
+
+#[test]
+fn work_is_cancelled_while_a_thread_has_it_in_its_hands() {
+    const LONG: u64 = 64 << 20;
+    let mut bed = Bed::ready();
+    bed.ok(vdev_wire::Opcode::Map, 1, &map_bytes(1 << 36, RW, &[(DATA + (8 << 20), LONG)]));
+    let long = |cookie| fill(1 << 36, LONG, 1).cookie(cookie);
+    let ended_early = |bed: &Bed, batch| {
+        let record = bed.records(batch)[0];
+        assert_eq!(Status::from_raw(record.status.get()), CANCELLED);
+        assert!(record.bytes.get() < LONG, "{} bytes were moved", record.bytes.get());
+    };
+    for cookie in [Some(4), None] {
+        // When it has just come, and when it goes on.
+        for turns in 0..2 {
+            let batch = bed.submit(1, &[long(4)]);
+            (0..turns).for_each(|_| assert!(bed.device.drain(2)));
+            let told = cancel_meanwhile(&mut bed, cookie, |bed| assert!(bed.device.drain(2)));
+            assert_eq!(told, (0, 1), "after {turns} turns");
+            ended_early(&bed, batch);
+        }
+        // While an engine takes it that carries it out later.
+        bed.engine.set(Mode::Hold);
+        let batch = bed.submit(1, &[long(4)]);
+        assert_eq!(
+            cancel_meanwhile(&mut bed, cookie, |bed| {
+                bed.device.drain(2);
+            }),
+            (0, 1)
+        );
+        assert_eq!(bed.engine.held(), 0, "it was asked to stop");
+        ended_early(&bed, batch);
+        // While a full engine takes none of it.
+        let batch = bed.submit(1, &[long(4)]);
+        let full = Arc::clone(&bed.engine);
+        let fill_up = |bed: &mut Bed| {
+            full.set(Mode::Crowded);
+            bed.device.drain(2);
+        };
+        assert_eq!(cancel_meanwhile(&mut bed, cookie, fill_up), (0, 1));
+        bed.engine.set(Mode::Inline);
+        bed.drain();
+        ended_early(&bed, batch);
+        assert_eq!(bed.records(batch)[0].bytes.get(), 0);
+    }
+    let batch = bed.submit(1, &[long(3), long(4)]);
+    assert!(bed.device.drain(2));
+    assert_eq!(cancel_meanwhile(&mut bed, Some(4), |bed| assert!(bed.device.drain(2))), (1, 0), "it waits");
+    assert_eq!(bed.statuses(batch), [OK, CANCELLED]);
+    // Nor does it concern what comes after that.
+    let batch = bed.submit(1, &[fill(1 << 36, 8, 1).cookie(3), long(4)]);
+    assert_eq!(cancel_meanwhile(&mut bed, Some(3), |bed| assert!(bed.device.drain(2))), (0, 1), "it ran");
+    assert_eq!(bed.statuses(batch), [OK, OK]);
+    assert_eq!(status(&bed.run_one(1, long(4))), Status::Ok, "nor what comes later");
+    assert_eq!(bed.seen.gauge_of(Gauge::InFlight), 0);
 }
 
 #[test]

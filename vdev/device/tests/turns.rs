@@ -55,6 +55,26 @@ fn a_turn_moves_little_however_much_there_is() {
     assert!(batches.into_iter().all(|batch| bed.is_used(batch)));
 }
 
+/// A queue that is disabled, or whose ring breaks, gets no turn to go on with what the last one left.
+#[test]
+fn whoever_takes_no_further_turn_leaves_the_rest_to_the_timekeeper() {
+    let mut bed = bed();
+    let woken = Arc::new(AtomicU64::new(0));
+    let wake = Arc::clone(&woken);
+    bed.device.on_progress(Arc::new(move || {
+        wake.fetch_add(1, Ordering::Relaxed);
+    }));
+    let batch = bed.submit(1, &[large(0)]);
+    assert!(bed.device.drain(2));
+    woken.store(0, Ordering::Relaxed);
+    bed.device.rest();
+    assert_eq!(woken.load(Ordering::Relaxed), 1);
+    while bed.device.poll().is_some_and(|wait| wait.is_zero()) {}
+    assert!(bed.is_used(batch));
+    bed.device.rest();
+    assert_eq!(woken.load(Ordering::Relaxed), 1, "nothing is left");
+}
+
 #[test]
 fn small_work_on_the_same_queue_waits_for_a_piece_of_each_large_one() {
     let mut bed = bed();

@@ -348,6 +348,21 @@ fn long_work_is_cut_into_pieces_that_are_all_of_it() {
     assert!(filled.iter().enumerate().all(|(i, byte)| *byte == (i % 8) as u8 + 1), "the pattern runs on");
 }
 
+/// Nor is it given the same piece for ever.
+#[test]
+fn an_engine_that_says_it_is_well_and_moves_nothing_has_failed() {
+    let mut bed = Bed::ready();
+    bed.map(1, DATA + (8 << 20), 4 << 20);
+    bed.engine.set(Mode::Hold);
+    let batch = bed.submit(1, &[fill(IOVA + DATA + (8 << 20), 4 << 20, 1)]);
+    bed.drain();
+    let job = bed.engine.state.lock().unwrap().held.remove(0).job;
+    let nothing = hw_engine::Finished { job, bytes: 0, result: Ok(()), raised: false, value: 0 };
+    bed.engine.state.lock().unwrap().finished.push(nothing);
+    bed.drain();
+    assert_eq!((bed.engine.held(), bed.statuses(batch)), (0, vec![Some(Status::IoErr)]));
+}
+
 #[test]
 fn work_is_cut_no_shorter_than_whoever_carries_it_takes() {
     let mut bed = Bed::build(spec(), |memory| std::sync::Arc::new(hw_host::HostEngine::new(memory)), 2 * PAGE);

@@ -16,6 +16,8 @@ pub enum Mode {
     Hold,
     /// Takes nothing.
     Full,
+    /// Takes nothing, and says so after a while.
+    Crowded,
     /// Executes, but reports the end as failed after this many bytes.
     Fail(u64),
 }
@@ -53,6 +55,8 @@ pub struct ScriptEngine {
     pub no_fills: Mutex<Option<EndpointId>>,
     /// Whoever has no atomic operations.
     pub no_atomics: Mutex<Option<EndpointId>>,
+    /// What happens elsewhere while it takes a transfer.
+    pub meanwhile: Mutex<Option<Arc<dyn Fn() + Send + Sync>>>,
 }
 
 impl ScriptEngine {
@@ -63,7 +67,7 @@ impl ScriptEngine {
     /// One whose IOMMU holds so many mappings.
     pub fn mapping(inner: Arc<dyn DmaEngine>, max_transfer: u64, max_mappings: u32) -> Arc<Self> {
         let (mode, abort_ends) = (Mutex::new(Mode::Inline), Mutex::new(true));
-        let (state, longest, two_hops, no_fills, no_atomics) = Default::default();
+        let (state, longest, two_hops, no_fills, no_atomics, meanwhile) = Default::default();
         Arc::new(Self {
             inner,
             mode,
@@ -75,6 +79,7 @@ impl ScriptEngine {
             two_hops,
             no_fills,
             no_atomics,
+            meanwhile,
         })
     }
 
@@ -176,6 +181,13 @@ impl DmaEngine for ScriptEngine {
         if mode == Mode::Full {
             return Err(EngineError::Busy);
         }
+        let meanwhile = self.meanwhile.lock().unwrap().clone();
+        if let Some(meanwhile) = meanwhile {
+            meanwhile();
+        }
+        if mode == Mode::Crowded {
+            return Err(EngineError::Busy);
+        }
         let mut state = self.state.lock().unwrap();
         state.seen.push(transfer.clone());
         match mode {
@@ -187,7 +199,7 @@ impl DmaEngine for ScriptEngine {
                 let result = Err(EngineError::Device { code: 7 });
                 Ok(Submit::Executed(Finished { job: transfer.job, bytes, result, raised: false, value: 0 }))
             }
-            Mode::Inline | Mode::Full => {
+            Mode::Inline | Mode::Full | Mode::Crowded => {
                 drop(state);
                 Ok(Submit::Executed(self.run(transfer)))
             }
