@@ -5,15 +5,16 @@
 //! for that unless it was asked for. Memory of this process that no GPU has reached yet is registered first, on a thread of the engine's, where fills with more
 //! than one byte are made, too.
 //!
-//! The driver's errors that stay break the context: then every transfer ends with an error, and the engine is good for nothing more. Its process has
-//! to make another one; no other process is concerned.
+//! The driver's errors that stay break the context: then nothing new begins, and the engine is good for nothing more. What has begun the GPU may carry out all the
+//! same, and then it ends well; of the rest nobody can say when the GPU writes no more, so it has no end while the process lives. Another process has to take
+//! over; nobody else is concerned.
 //!
 //! Not here: copies of which no GPU reaches both ends, a guest's kernels, rights.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hw_engine::queue::ThreadHook;
 use hw_engine::{DmaEngine, EngineCaps, EngineError, Finished, JobId, Memory, Owner, Submit, Transfer};
@@ -24,13 +25,15 @@ use crate::gpu::Gpu;
 use crate::pinned::Pinned;
 use crate::reach::{Own, Reach, Unready};
 use crate::registry::MAX_CHUNKS;
-use crate::shared::{LOOK, Shared, lock};
+use crate::shared::{CHECK, LOOK, Shared, lock};
 use crate::side::Side;
 use crate::slice::Slice;
 use crate::ways::{LANES, LINE, Ways};
 
 /// Longest transfer in bytes: 5 ms of a PCIe 5.0 link, beside which the time between two of them is nothing.
 const MAX_TRANSFER: u64 = 256 << 20;
+/// How long a lost GPU is waited for.
+const PATIENCE: Duration = Duration::from_secs(1);
 /// Transfers under way.
 pub(crate) const DEPTH: usize = 1024;
 
@@ -102,7 +105,9 @@ impl CudaEngine {
 
     /// To be called when the memory that the engine was made over has changed: lets go of what nobody has mapped any more.
     pub fn memory_changed(&self) {
-        self.shared.reach.registry().sweep();
+        self.shared.reach.registry().changed(Instant::now());
+        // Whoever looks after the engine is to look a few times more.
+        self.shared.wake();
     }
 
     /// `tell` is called once, on any thread, when a context is broken.
@@ -168,7 +173,9 @@ impl DmaEngine for CudaEngine {
         self.shared.give_up(job);
     }
 
+    /// What a lost GPU has is waited for for a second: it may never end.
     fn quiesce(&self, out: &mut Vec<Finished>) {
+        let begun = Instant::now();
         loop {
             let next = self.shared.poll(out);
             if self.shared.under_way.0.load(Ordering::Acquire) == 0 {
@@ -176,7 +183,10 @@ impl DmaEngine for CudaEngine {
                 self.shared.poll(out);
                 return;
             }
-            thread::sleep(next.unwrap_or(LOOK.1).max(LOOK.0));
+            if self.shared.lost.get().is_some() && begun.elapsed() > PATIENCE {
+                return;
+            }
+            thread::sleep(next.unwrap_or(LOOK.1).clamp(LOOK.0, CHECK));
         }
     }
 
@@ -207,6 +217,10 @@ impl Owner for CudaEngine {
 impl Drop for CudaEngine {
     fn drop(&mut self) {
         self.shared.close();
+        if self.shared.lost.get().is_some() {
+            // The GPU may carry out what it has, and the engine's thread may wait for that: what they use stays as long as the process.
+            return std::mem::forget(Arc::clone(&self.shared));
+        }
         // The last owner may be what the engine wakes: then this is the thread itself, and it ends after this call.
         if let Some(thread) = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id()) {
             // It has no panics to tell of that it did not print.

@@ -9,7 +9,6 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use hw_engine::{Atomic, EngineError, Finished, JobId};
@@ -43,6 +42,8 @@ pub(crate) struct Ride {
     /// Bytes that have been moved once it ends.
     pub(crate) bytes: u64,
     pub(crate) result: Result<(), EngineError>,
+    /// The driver has taken something of it, or may have.
+    has_begun: bool,
     /// Where a program leaves what it finds, and that.
     number: Option<usize>,
     value: u64,
@@ -53,7 +54,7 @@ pub(crate) struct Ride {
 impl Ride {
     /// One of so many bytes.
     pub(crate) fn new(job: JobId, bytes: u64, holds: SmallVec<[Arc<Registration>; 2]>) -> Self {
-        Self { job, bytes, result: Ok(()), number: None, value: 0, _holds: holds }
+        Self { job, bytes, result: Ok(()), has_begun: false, number: None, value: 0, _holds: holds }
     }
 
     /// It has ended for nothing.
@@ -257,7 +258,8 @@ impl Lane {
                 // SAFETY: as above.
                 && unsafe { self.stream.copy_all(rest) }.is_some_and(|answer| answer.is_ok())
         };
-        let begun = all.len() >= BATCH && together();
+        let tried = all.len() >= BATCH;
+        let begun = tried && together();
         let mut rides = Vec::with_capacity(gathered.len());
         for (mut ride, pieces) in gathered {
             if !begun {
@@ -265,6 +267,7 @@ impl Lane {
                 // SAFETY: as above.
                 unsafe { self.load(&mut ride, &Load::Copies(pieces)) };
             }
+            ride.has_begun |= tried;
             rides.push(ride);
         }
         self.busy.fetch_add(1, Ordering::AcqRel);
@@ -311,6 +314,7 @@ impl Lane {
             },
         };
         ride.bytes = begun;
+        ride.has_begun |= begun > 0;
     }
 
     /// Has the stream say when it has passed what was put into it.
@@ -322,8 +326,9 @@ impl Lane {
         unsafe { self.stream.write(self.word(), state.issued) }
     }
 
-    /// Appends the rides that have ended, and says when the next one may. `None` if none is under way. An error is one of the whole context.
-    pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Result<Option<Instant>, CudaError> {
+    /// Appends the rides that have ended, and says when the next one may. `None` if none is under way. An error is one of the whole context; one that is broken
+    /// already gets nothing more to do.
+    pub(crate) fn collect(&self, out: &mut Vec<Ride>, is_broken: bool) -> Result<Option<Instant>, CudaError> {
         if self.busy() == 0 {
             return Ok(None);
         }
@@ -338,23 +343,19 @@ impl Lane {
             self.collected.store(entry.ticket, Ordering::Release);
             self.busy.fetch_sub(1, Ordering::AcqRel);
         }
-        if state.pending.is_empty() {
+        if state.pending.is_empty() && !is_broken {
             self.seal_run(state)?;
         }
         Ok(state.pending.front().map(|entry| entry.due))
     }
 
-    /// The context is broken: everything ends with this error, and the stream does nothing any more.
-    pub(crate) fn give_up(&self, error: EngineError, out: &mut Vec<Ride>) {
-        let state = &mut *self.lock();
-        // Of a broken context nothing is under way. If it is not broken after all, it is not let go of what it writes.
-        while let Ok(false) = self.stream.query() {
-            yield_now();
+    /// The context is broken: appends what has not begun. The GPU may carry out everything else all the same (H200, driver 580: while every call fails, copies go
+    /// on, and the words behind them come), so that ends when its word comes, or never.
+    pub(crate) fn break_off(&self, out: &mut Vec<Ride>) {
+        let State { pending, run, .. } = &mut *self.lock();
+        for rides in pending.iter_mut().map(|entry| &mut entry.rides).chain([run]) {
+            out.extend(rides.extract_if(.., |ride| !ride.has_begun));
         }
-        self.busy.store(0, Ordering::Release);
-        self.collected.store(state.issued, Ordering::Release);
-        let rides = state.pending.drain(..).flat_map(|entry| entry.rides).chain(state.run.drain(..));
-        out.extend(rides.map(|ride| ride.lost(error)));
     }
 
     /// An error is one of the whole context.

@@ -75,7 +75,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // A broken context has let go of it.
+        // That of a broken context stays: it is not dropped.
         let _ = self.gpu.unregister(self.address());
         // SAFETY: whoever has it going to or from an engine holds `self`.
         let _ = unsafe { rustix::mm::munmap(self.at.as_ptr().cast(), self.len) };

@@ -2,6 +2,7 @@
 //!
 //! Not here: when it is done.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -31,6 +32,8 @@ pub(crate) struct Reach {
     atomics: Vec<Vec<bool>>,
     memory: Arc<dyn Memory>,
     registry: Registry,
+    /// What memory is being registered for was given up.
+    given_up: AtomicBool,
     refusals: Seldom,
 }
 
@@ -119,7 +122,15 @@ impl Reach {
             own.slice.allow(&able.collect::<Vec<_>>())?;
         }
         let registry = Registry::new(&gpus[0], limit);
-        Ok(Self { slices, peers, atomics, memory, registry, refusals: Seldom::default() })
+        Ok(Self {
+            slices,
+            peers,
+            atomics,
+            memory,
+            registry,
+            given_up: AtomicBool::new(false),
+            refusals: Seldom::default(),
+        })
     }
 
     pub(crate) fn registry(&self) -> &Registry {
@@ -193,6 +204,16 @@ impl Reach {
         })
     }
 
+    /// No more memory is registered for what it is being registered for.
+    pub(crate) fn give_up(&self) {
+        self.given_up.store(true, Ordering::Relaxed);
+    }
+
+    /// Something else comes.
+    pub(crate) fn go_on(&self) {
+        self.given_up.store(false, Ordering::Relaxed);
+    }
+
     /// Turns a copy into addresses; `may_block` says whether memory that is not registered is to be registered for it.
     pub(crate) fn copy(
         &self,
@@ -262,6 +283,10 @@ impl Reach {
                 let place = Place { len, ..place };
                 let found = match self.registry.find(&place) {
                     Some(found) => found,
+                    // Each may take tens of milliseconds.
+                    None if may_block && self.given_up.load(Ordering::Relaxed) => {
+                        return Err(Unready::Error(EngineError::Aborted));
+                    }
                     None if may_block => self.registry.require(&place).map_err(|error| {
                         self.tell(&place, &error);
                         Unready::Error(crate::lane::device_error(&error))

@@ -4,7 +4,8 @@
 //! mapped once ([`hw_engine::Place`] says so), so its address stands for the file's device, inode and offset.
 //!
 //! A registration keeps its mapping mapped. When nothing else does any more, because the guest's memory table has changed, [`Registry::sweep`] gives it up;
-//! one that a transfer still uses goes when that has ended. When there are too many, the one that was used least lately goes.
+//! one that a transfer still uses goes when that has ended. Who else uses a mapping when the table changes, such as another engine, keeps it a little longer: so
+//! it is looked for some seconds whether more can go ([`Registry::look`]). When there are too many, the one that was used least lately goes.
 //!
 //! The kernel pins a registration's pages. A VMM that discards some of them all the same (balloon, free page reporting) gives its guest other ones, and GPUs go on
 //! with those that were there before: nobody tells a device of that.
@@ -14,7 +15,9 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use hw_engine::Place;
 
@@ -25,6 +28,11 @@ use crate::gpu::Gpu;
 pub(crate) const CHUNK: u64 = 64 << 20;
 /// Most chunks: 64 GiB.
 pub(crate) const MAX_CHUNKS: usize = 1024;
+
+/// How long after a change of the table mappings may go yet: longer than any other engine has a command, or keeps what it may use again.
+const LATE: Duration = Duration::from_secs(10);
+/// How often that is looked for.
+const LOOK: Duration = Duration::from_millis(250);
 
 /// A part of a mapping that GPUs may reach.
 #[derive(Debug)]
@@ -46,7 +54,7 @@ impl std::fmt::Debug for Hold {
 impl Drop for Registration {
     fn drop(&mut self) {
         if let Err(error) = self.gpu.unregister(self.at.start) {
-            // Of a broken context everything is released when the process ends.
+            // A broken context lets go of it when the process ends; no transfer uses it.
             tracing::debug!("Cannot give memory back: {error}");
         }
     }
@@ -77,11 +85,16 @@ pub(crate) struct Registry {
     limit: usize,
     state: Mutex<State>,
     adding: Mutex<()>,
+    /// Until when, and when next, it is looked what can go.
+    late: Mutex<Option<(Instant, Instant)>>,
+    /// There is such a time, for a look without the lock.
+    is_late: AtomicBool,
 }
 
 impl Registry {
     pub(crate) fn new(gpu: &Arc<Gpu>, limit: usize) -> Self {
-        Self { gpu: Arc::clone(gpu), limit, state: Mutex::default(), adding: Mutex::default() }
+        let (state, adding, late, is_late) = Default::default();
+        Self { gpu: Arc::clone(gpu), limit, state, adding, late, is_late }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -132,6 +145,30 @@ impl Registry {
         while let Some(oldest) = oldest() {
             drop(oldest);
         }
+    }
+
+    /// The guest's memory table has changed.
+    pub(crate) fn changed(&self, now: Instant) {
+        *self.late.lock().unwrap_or_else(PoisonError::into_inner) = Some((now + LATE, now + LOOK));
+        self.is_late.store(true, Ordering::Release);
+        self.sweep();
+    }
+
+    /// Gives up what could not go when the table changed, and says when to look again, if that is worth it.
+    pub(crate) fn look(&self, now: Instant) -> Option<Duration> {
+        if !self.is_late.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+        let (until, next) = (*late)?;
+        if now < next {
+            return Some(next - now);
+        }
+        *late = (now < until).then_some((until, now + LOOK));
+        self.is_late.store(late.is_some(), Ordering::Release);
+        drop(late);
+        self.sweep();
+        (now < until).then_some(LOOK)
     }
 
     /// Gives up what nobody else has mapped any more.

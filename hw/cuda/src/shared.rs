@@ -5,6 +5,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use hw_engine::jobs::Apart;
@@ -19,7 +20,7 @@ use crate::side::Side;
 use crate::ways::Ways;
 
 /// How often the driver is asked whether the context is still good, while something is under way.
-const CHECK: Duration = Duration::from_millis(1);
+pub(crate) const CHECK: Duration = Duration::from_millis(1);
 /// Shortest pause between two looks, and the longest one for what should have ended already.
 pub(crate) const LOOK: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(200));
 
@@ -53,8 +54,8 @@ pub(crate) struct Shared {
 struct Book {
     /// What waits for the engine's own thread, in the order in which it came.
     waiting: VecDeque<Transfer>,
-    /// That thread has one in its hands.
-    busy: bool,
+    /// What that thread has in its hands.
+    busy: Option<JobId>,
     /// That thread ends when nothing waits any more.
     over: bool,
     /// Flushes that wait for what is in lanes.
@@ -77,7 +78,7 @@ impl Book {
 
     /// Whether the engine's own thread has something to do.
     fn is_waited_for(&self) -> bool {
-        self.busy || !self.waiting.is_empty()
+        self.busy.is_some() || !self.waiting.is_empty()
     }
 
     /// Ends what has not begun. False if nothing of that name waits.
@@ -149,6 +150,19 @@ impl Shared {
         })
     }
 
+    /// The same for a transfer, on the engine's own thread: nobody is told of an end before the GPU has nothing of it any more. One that is lost may never say so.
+    fn to_the_end(&self, gpu: usize, what: impl FnOnce(&mut Side) -> Result<(), CudaError>) -> Result<(), Unready> {
+        if self.lost.get().is_some() {
+            return Err(Unready::Error(EngineError::LOST));
+        }
+        self.on_side(gpu, what).map_err(|error| {
+            while !lock(&self.sides[gpu]).is_quiet() {
+                sleep(CHECK);
+            }
+            Unready::Error(error)
+        })
+    }
+
     /// Begins a transfer, or says that it has to wait for the engine's thread.
     pub(crate) fn begin(&self, transfer: &Transfer, may_block: bool) -> Result<(), Unready> {
         match &transfer.work {
@@ -204,7 +218,7 @@ impl Shared {
     fn shift(&self, job: JobId, Ready { pieces, gpu, len, .. }: Ready) -> Result<(), Unready> {
         for piece in pieces {
             // SAFETY: as in `begin_copy`; it has ended when this returns.
-            self.on_side(gpu, |side| unsafe { side.shift(piece) }).map_err(Unready::Error)?;
+            self.to_the_end(gpu, |side| unsafe { side.shift(piece) })?;
         }
         self.end_now(Finished::moved(job, Ok(len)));
         Ok(())
@@ -230,7 +244,7 @@ impl Shared {
             return Ok(());
         }
         // SAFETY: as in `begin_copy`, with `holds` kept until it has ended.
-        self.on_side(gpu, |side| unsafe { side.fill(&places, pattern) }).map_err(Unready::Error)?;
+        self.to_the_end(gpu, |side| unsafe { side.fill(&places, pattern) })?;
         drop(holds);
         self.end_now(Finished::moved(transfer.job, Ok(len)));
         Ok(())
@@ -250,7 +264,7 @@ impl Shared {
         }
         for (gpu, pattern, (_ready, places)) in &parts {
             // SAFETY: as in `begin_copy`, with what `parts` holds.
-            self.on_side(*gpu, |side| unsafe { side.fill(places, *pattern) }).map_err(Unready::Error)?;
+            self.to_the_end(*gpu, |side| unsafe { side.fill(places, *pattern) })?;
         }
         self.end_now(Finished::moved(transfer.job, Ok(len)));
         Ok(())
@@ -274,15 +288,21 @@ impl Shared {
         self.more.notify_one();
     }
 
-    /// Ends what waits. What a GPU has begun ends by itself, in milliseconds.
+    /// Ends what waits, and has the engine's own thread register no more memory for what it has. What a GPU has begun ends by itself, in milliseconds.
     pub(crate) fn give_up(&self, job: JobId) {
-        if self.with_book(|book| book.give_up(job)) {
+        let waited = self.with_book(|book| {
+            if book.busy == Some(job) {
+                self.reach.give_up();
+            }
+            book.give_up(job)
+        });
+        if waited {
             self.under_way.0.fetch_sub(1, Ordering::AcqRel);
             self.wake();
         }
     }
 
-    fn wake(&self) {
+    pub(crate) fn wake(&self) {
         if let Some(wake) = self.wake.get() {
             wake();
         }
@@ -293,7 +313,8 @@ impl Shared {
         let mut book = lock(&self.book);
         loop {
             let first = book.waiting.pop_front();
-            book.busy = first.is_some();
+            book.busy = first.as_ref().map(|transfer| transfer.job);
+            self.reach.go_on();
             if first.is_some() || book.over {
                 return first;
             }
@@ -323,7 +344,7 @@ impl Shared {
         }
     }
 
-    /// Notes that the context of a GPU is broken, and ends everything there. What other GPUs have begun they end themselves.
+    /// Notes that the context of a GPU is broken. What it has begun, and what other GPUs have, ends as its lane says, or not before this process does.
     pub(crate) fn lose(&self, gpu: usize, error: CudaError) {
         let told = device_error(&error);
         if let Err(again) = self.lost.set(error) {
@@ -331,10 +352,12 @@ impl Shared {
         } else if let Some(error) = self.lost.get() {
             tracing::error!("A GPU's context is broken, and what was under way is lost: {error}");
         }
-        // Also what another thread has begun since the last time.
         let mut rides = Vec::new();
-        self.ways[gpu].give_up(told, &mut rides);
+        self.ways[gpu].break_off(told, &mut rides);
         rides.into_iter().for_each(|ride| self.end_now(ride.end()));
+        // Nor does what waits for the engine's own thread, which may wait for the GPU.
+        let waiting = self.with_book(|book| std::mem::take(&mut book.waiting));
+        waiting.into_iter().for_each(|transfer| self.end_now(Finished::failed(transfer.job, EngineError::LOST)));
         self.tell_lost();
         self.wake();
     }
@@ -357,7 +380,7 @@ impl Shared {
         if !(now || is_due && is_first()) {
             return;
         }
-        for (gpu, ways) in self.ways.iter().enumerate() {
+        for (gpu, ways) in self.ways.iter().enumerate().filter(|(_, ways)| !ways.is_broken()) {
             if let Err(error) = ways.check() {
                 self.lose(gpu, error);
             }
@@ -380,8 +403,10 @@ impl Shared {
         }
         let due: Vec<_> = self.with_book(|book| {
             out.append(&mut book.ended);
-            let is_due =
-                |flush: &mut Flush| self.ways.iter().zip(&flush.behind).all(|(ways, marks)| ways.have_passed(marks));
+            let is_lost = self.lost.get().is_some();
+            let has_passed =
+                |flush: &Flush| self.ways.iter().zip(&flush.behind).all(|(ways, marks)| ways.have_passed(marks));
+            let is_due = |flush: &mut Flush| is_lost || has_passed(flush);
             book.flushes.extract_if(.., is_due).collect()
         });
         if due.is_empty() {
@@ -412,6 +437,10 @@ impl Shared {
         let mut rides = Vec::new();
         let mut soonest = None;
         for (gpu, ways) in self.ways.iter().enumerate() {
+            if ways.is_broken() {
+                // What another thread has brought since.
+                ways.break_off(EngineError::LOST, &mut rides);
+            }
             match ways.collect(&mut rides) {
                 Ok(due) => soonest = soonest.into_iter().chain(due).min(),
                 Err(error) => self.lose(gpu, error),
@@ -425,12 +454,14 @@ impl Shared {
             self.check(false);
         }
         self.collect_told(out);
-        let soonest = soonest?;
+        let registry = self.reach.registry();
+        let Some(soonest) = soonest else { return registry.look(Instant::now()) };
         if self.settings.spin {
             return Some(Duration::ZERO);
         }
         let now = Instant::now();
         let late = now.saturating_duration_since(soonest);
-        Some(if late.is_zero() { (soonest - now).max(LOOK.0) } else { (late / 4).clamp(LOOK.0, LOOK.1) })
+        let next = if late.is_zero() { (soonest - now).max(LOOK.0) } else { (late / 4).clamp(LOOK.0, LOOK.1) };
+        registry.look(now).into_iter().chain([next]).min()
     }
 }

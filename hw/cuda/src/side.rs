@@ -44,9 +44,14 @@ impl Side {
         &mut self.pinned.bytes()[FRONT..FRONT + len]
     }
 
-    /// Does something. Also after an error nothing of it is under way any more.
+    /// Does something. After an error see [`Side::is_quiet`].
     pub(crate) fn run(&mut self, what: impl FnOnce(&mut Self) -> Result<(), CudaError>) -> Result<(), CudaError> {
         what(self).inspect_err(|_| drop(self.wait()))
+    }
+
+    /// Whether nothing is under way.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.pinned.word(0).load(Ordering::Acquire) == self.issued || matches!(self.stream.query(), Ok(true))
     }
 
     /// Waits until everything has ended.

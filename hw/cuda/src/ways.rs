@@ -6,7 +6,7 @@
 //!
 //! Not here: what a transfer's addresses are.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -60,6 +60,8 @@ pub(crate) struct Ways {
     groups: [Group; 4],
     /// Copies do not wait for what other programs of the GPU let wait.
     programs: Lane,
+    /// Its context is: every call fails.
+    is_broken: AtomicBool,
 }
 
 impl Pair {
@@ -150,7 +152,7 @@ impl Ways {
         let [out, into] = [group(Way::Out, LINK, HOST_MORE)?, group(Way::In, LINK, HOST_MORE)?];
         let groups = [out, into, group(Way::Local, MEMORY, GPU_MORE)?, group(Way::Peer, PEER, GPU_MORE)?];
         let programs = Lane::for_programs(gpu, words, (number * LANES + LANES - 1) * LINE / size_of::<u32>())?;
-        Ok(Self { gpu: Arc::clone(gpu), groups, programs })
+        Ok(Self { gpu: Arc::clone(gpu), groups, programs, is_broken: AtomicBool::new(false) })
     }
 
     pub(crate) fn gpu(&self) -> &Arc<Gpu> {
@@ -190,6 +192,9 @@ impl Ways {
     /// # Safety
     /// As for [`Ways::begin`], for each ride that was gathered.
     pub(crate) unsafe fn ring(&self) -> Result<(), CudaError> {
+        if self.is_broken() {
+            return Ok(());
+        }
         // SAFETY: as the caller promises.
         self.pairs().try_for_each(|pair| unsafe { pair.ring() })?;
         self.programs.doorbell()
@@ -212,14 +217,20 @@ impl Ways {
 
     /// Appends the rides that have ended, and says when the next one may. `None` if none is under way. An error is one of the whole context.
     pub(crate) fn collect(&self, out: &mut Vec<Ride>) -> Result<Option<Instant>, CudaError> {
+        let is_broken = self.is_broken();
         self.lanes()
-            .map(|lane| lane.collect(out))
+            .map(|lane| lane.collect(out, is_broken))
             .try_fold(None, |soonest, due| Ok(soonest.into_iter().chain(due?).min()))
     }
 
-    /// The context is broken: everything ends with this error, and the streams do nothing any more.
-    pub(crate) fn give_up(&self, error: EngineError, out: &mut Vec<Ride>) {
-        self.lanes().for_each(|lane| lane.give_up(error, out));
+    pub(crate) fn is_broken(&self) -> bool {
+        self.is_broken.load(Ordering::Acquire)
+    }
+
+    /// The context is broken: appends what has not begun, with this error. What has begun ends when its lane says so, or never.
+    pub(crate) fn break_off(&self, error: EngineError, out: &mut Vec<Ride>) {
+        self.is_broken.store(true, Ordering::Release);
+        self.lanes().for_each(|lane| lane.break_off(out));
         for pair in self.pairs() {
             out.extend(pair.lock().drain(..).map(|(ride, _)| ride.lost(error)));
         }

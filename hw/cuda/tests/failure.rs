@@ -3,12 +3,13 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use common::{Fake, World, copy, endpoint, own, ram, regions, transfer, until};
 use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
-use hw_engine::{Atomic, AtomicOp, DmaEngine, EngineError, Memory, Owner, RamMap, Work};
+use hw_engine::{Atomic, AtomicOp, DmaEngine, EngineError, Finished, Memory, Owner, RamMap, Work};
 use hw_host::HostMemory;
 
 const MIB: u64 = 1 << 20;
@@ -56,45 +57,96 @@ fn begin_all(world: &World) -> usize {
     count
 }
 
-/// All ends, of which some may have come before the engine broke.
-fn is_lost(world: &World, count: usize, before: usize, said: &str, heard: &Mutex<Vec<String>>) {
-    let ends = world.ends(count);
-    let mut jobs: Vec<_> = ends.iter().map(|end| end.job.0).collect();
-    jobs.sort_unstable();
-    assert!(jobs.into_iter().eq(0..count as u64));
-    assert!(ends.iter().filter(|end| end.result.is_ok()).count() <= before, "{ends:?}");
-    assert!(ends.iter().all(|end| end.result.is_ok() || (end.bytes == 0 && end.result != Err(EngineError::Busy))));
+/// Collects ends until the engine says that it is lost, and then until the streams have nothing any more.
+fn ends_until_lost(world: &World, said: &str, heard: &Mutex<Vec<String>>) -> Vec<Finished> {
+    let mut ends = Vec::new();
+    let mut until = |what, is_so: &dyn Fn() -> bool| {
+        until(what, || {
+            world.engine.poll(&mut ends);
+            is_so()
+        });
+    };
+    until("it says so", &|| !heard.lock().unwrap().is_empty());
+    until("streams have nothing", &|| world.fake.get("queued") == 0);
+    world.engine.poll(&mut ends);
     let again = world.engine.submit(&transfer(99, 0, copy(own(0, 0), ram(0), 8)));
     assert_eq!(again, Err(EngineError::LOST));
-    assert!(world.engine.read_own(endpoint(0), 0, &mut [0; 8]).is_err());
-    assert!(world.engine.write_own(endpoint(0), 0, &[0; 8]).is_err());
-    let mut ends = Vec::new();
-    world.engine.quiesce(&mut ends);
-    assert_eq!((world.engine.poll(&mut ends), ends.len()), (None, 0));
+    assert_eq!(world.engine.read_own(endpoint(0), 0, &mut [0; 8]), Err(EngineError::LOST));
+    assert_eq!(world.engine.write_own(endpoint(0), 0, &[0; 8]), Err(EngineError::LOST));
     let heard = heard.lock().unwrap();
     assert!(heard.len() == 1 && heard[0].contains(said), "{heard:?}");
+    ends
+}
+
+/// Each has ended once at most, and what has not ended well has moved nothing.
+fn are_told_once(ends: &[Finished], count: usize) {
+    let jobs: BTreeSet<_> = ends.iter().map(|end| end.job.0).collect();
+    assert!(jobs.len() == ends.len() && jobs.iter().all(|job| *job < count as u64), "{ends:?}");
+    assert!(ends.iter().all(|end| end.result.is_ok() || (end.bytes == 0 && end.result != Err(EngineError::Busy))));
+    // A flush moves nothing.
+    assert!(jobs.contains(&(count as u64 - 1)), "{ends:?}");
 }
 
 #[test]
-fn a_context_that_fails_ends_every_transfer_once() {
-    for after in 0..4 {
+fn a_context_that_fails_ends_what_it_carries_out_and_what_it_has_not_begun() {
+    for after in 0..12 {
         let Some(world) = world(1) else { return };
         let heard = listen(&world.engine);
         world.fake.set("stall", 1);
         let count = begin_all(&world);
-        world.fake.set("fault_after", i64::try_from(after).unwrap());
         world.engine.doorbell();
+        world.fake.set("fault_after", after);
         world.fake.set("stall", 0);
-        is_lost(&world, count, after, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", &heard);
+        let ends = ends_until_lost(&world, "CUDA_ERROR_ILLEGAL_ADDRESS (700)", &heard);
+        are_told_once(&ends, count);
         let World { engine, fake, .. } = world;
         drop(engine);
-        until("streams have dropped what they had", || fake.get("queued") == 0);
         fake.is_obeyed();
     }
 }
 
+/// Whoever is told of an end may give the memory to somebody else.
 #[test]
-fn a_gpu_that_is_lost_ends_every_transfer_once() {
+fn what_a_broken_context_carries_out_does_not_end_before_that() {
+    let Some(world) = world(1) else { return };
+    let heard = listen(&world.engine);
+    world.fake.set("stall", 1);
+    // Each in a lane of its own.
+    let lens = [64, MIB, 64];
+    let works = [copy(ram(0), own(0, 0), 64), copy(own(0, MIB), own(0, 0), MIB), copy(own(0, 2 * MIB), own(0, 0), 64)];
+    works.into_iter().enumerate().for_each(|(job, work)| world.submit(job as u64, work));
+    world.engine.doorbell();
+    until("each has a copy and the word behind it", || world.fake.get("queued") == 6);
+    // One stream does one thing, and that wrongly.
+    world.fake.set("fault_after", 0);
+    world.fake.set("steps", 1);
+    let mut ends = Vec::new();
+    until("it says so", || {
+        world.engine.poll(&mut ends);
+        !heard.lock().unwrap().is_empty()
+    });
+    world.memory.replace(&[]).unwrap();
+    world.engine.memory_changed();
+    world.engine.quiesce(&mut ends);
+    assert!(ends.is_empty(), "{ends:?}");
+    world.fake.set("stall", 0);
+    ends = world.ends(2);
+    assert!(
+        ends.iter().all(|end| (end.bytes, end.result) == (lens[usize::try_from(end.job.0).unwrap()], Ok(()))),
+        "{ends:?}"
+    );
+    assert_eq!(world.fake.get("queued"), 0);
+    assert!(
+        world.engine.poll(&mut ends).is_some() && ends.len() == 2,
+        "nobody can say that of the third one: {ends:?}"
+    );
+    let World { engine, fake, .. } = world;
+    drop(engine);
+    fake.is_obeyed();
+}
+
+#[test]
+fn a_gpu_that_is_lost_is_told_of_and_takes_nothing_more() {
     for (code, said) in [(46, "CUDA_ERROR_DEVICE_UNAVAILABLE (46)"), (999, "CUDA_ERROR_UNKNOWN (999)")] {
         let Some(world) = world(1) else { return };
         let heard = listen(&world.engine);
@@ -102,7 +154,9 @@ fn a_gpu_that_is_lost_ends_every_transfer_once() {
         let count = begin_all(&world);
         world.fake.set("lost_code", code);
         world.fake.set("lost", 1);
-        is_lost(&world, count, 0, said, &heard);
+        let ends = ends_until_lost(&world, said, &heard);
+        are_told_once(&ends, count);
+        assert!(ends.iter().all(|end| end.result.is_err()), "{ends:?}");
         world.fake.is_obeyed();
     }
 }
@@ -112,7 +166,10 @@ fn whoever_asks_late_is_told_too() {
     let Some(world) = world(1) else { return };
     world.fake.set("fault_after", 0);
     world.submit(1, copy(ram(0), own(0, 0), MIB));
-    assert_eq!(world.ends(1)[0].result, Err(EngineError::Device { code: 700 }));
+    until("it is lost", || {
+        world.engine.poll(&mut Vec::new());
+        world.engine.read_own(endpoint(0), 0, &mut [0; 8]) == Err(EngineError::LOST)
+    });
     assert_eq!(listen(&world.engine).lock().unwrap().len(), 1);
 }
 
@@ -139,7 +196,10 @@ fn another_gpus_engine_goes_on() {
     world.submit(1, copy(ram(0), own(0, 0), MIB));
     world.fake.set("fault_after", 0);
     world.fake.set("stall", 0);
-    assert!(world.ends(1)[0].result.is_err());
+    until("it is lost", || {
+        world.engine.poll(&mut Vec::new());
+        heard[0]() == 1
+    });
     let mut ends = Vec::new();
     for job in 0..4 {
         other.submit(&transfer(job, 0, copy(own(0, 0), own(0, MIB), MIB))).unwrap();
@@ -165,10 +225,11 @@ fn a_transfer_of_a_gpu_that_works_does_not_end_before_its_bytes_are_moved() {
     world.engine.doorbell();
     world.fake.set("fault_after", 0);
     submit(3, 0, 2 * MIB, MIB);
-    let first = world.ends(1);
-    assert!(first[0].job.0 == 3 && first[0].result.is_err());
-    assert_eq!(heard.lock().unwrap().len(), 1);
     let mut ends = Vec::new();
+    until("it is lost", || {
+        world.engine.poll(&mut ends);
+        heard.lock().unwrap().len() == 1
+    });
     assert!(world.engine.poll(&mut ends).is_some() && ends.is_empty(), "{ends:?}");
     world.memory.replace(&[]).unwrap();
     world.engine.memory_changed();

@@ -6,14 +6,13 @@ mod common;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use common::{Fake, World, copy, endpoint, ends_of, own, ram, regions, transfer, until};
+use common::{CHUNK, Fake, World, copy, copy_all, endpoint, ends_of, own, ram, regions, transfer, until};
 use hw_cuda::{CudaEngine, Settings, Slice};
 use hw_engine::{DmaEngine, EngineError, Finished, JobId, Memory, MemoryError, Place, RamMap, RamRegion};
 use hw_host::HostMemory;
 use iommu_addr::Location;
 
 const MIB: u64 = 1 << 20;
-const CHUNK: u64 = 64 * MIB;
 
 /// Where in guest memory that begins at 0 the chunks begin, but for the first one's.
 fn seams(world: &World, len: u64) -> Vec<u64> {
@@ -32,7 +31,7 @@ fn a_chunk_is_registered_once_and_a_copy_goes_across() {
     let Some(world) = world(LEN, Settings::default()) else { return };
     let before = world.fake.get("registers");
     let registers = || world.fake.get("registers") - before;
-    let seam = seams(&world, LEN)[0];
+    let seam = seams(&world, LEN).into_iter().find(|seam| *seam > MIB).unwrap();
     let bytes: Vec<u8> = (0..200_000_u32).map(|n| n.to_le_bytes()[0] ^ n.to_le_bytes()[1]).collect();
     let len = bytes.len() as u64;
     world.memory.write(ram(seam - 100_001), &bytes).unwrap();
@@ -182,14 +181,31 @@ fn many_threads_register_a_chunk_once() {
     world.end();
 }
 
-/// Guest memory that goes just when it is found for the engine's own thread.
-struct Going {
+/// What happens to an engine and its memory.
+type Event = Box<dyn Fn(&CudaEngine, &HostMemory) + Send + Sync>;
+
+/// Guest memory with which something happens just when a place is found for the engine's own thread.
+struct Eventful {
     memory: HostMemory,
     engine: OnceLock<Weak<CudaEngine>>,
     found: AtomicU32,
+    event: Event,
 }
 
-impl Memory for Going {
+impl Eventful {
+    /// As large as that, behind an engine.
+    fn new(fake: &Fake, len: u64, event: Event) -> (Arc<CudaEngine>, Arc<Self>) {
+        let (engine, found) = (OnceLock::new(), AtomicU32::new(0));
+        let memory = Arc::new(Self { memory: HostMemory::new(), engine, found, event });
+        memory.memory.replace(&regions(&[(0, len)])).unwrap();
+        let slices = vec![(endpoint(0), Slice::new(&fake.gpus()[0], 2 * MIB).unwrap())];
+        let engine = Arc::new(CudaEngine::new(slices, memory.clone(), Settings::default(), None).unwrap());
+        memory.engine.set(Arc::downgrade(&engine)).unwrap();
+        (engine, memory)
+    }
+}
+
+impl Memory for Eventful {
     fn copy(&self, dst: Location, src: Location, len: u64) -> Result<(), MemoryError> {
         self.memory.copy(dst, src, len)
     }
@@ -209,8 +225,7 @@ impl Memory for Going {
     fn place(&self, at: Location, most: u64) -> Option<Place> {
         let place = self.memory.place(at, most);
         if self.found.fetch_add(1, Ordering::Relaxed) == 1 {
-            self.memory.replace(&[]).unwrap();
-            self.engine.get().unwrap().upgrade().unwrap().memory_changed();
+            (self.event)(&self.engine.get().unwrap().upgrade().unwrap(), &self.memory);
         }
         place
     }
@@ -219,15 +234,51 @@ impl Memory for Going {
 #[test]
 fn what_goes_while_it_is_registered_is_let_go_of() {
     let Some(fake) = Fake::cuda() else { return };
-    let memory = Arc::new(Going { memory: HostMemory::new(), engine: OnceLock::new(), found: AtomicU32::new(0) });
-    memory.memory.replace(&regions(&[(0, MIB)])).unwrap();
-    let slices = vec![(endpoint(0), Slice::new(&fake.gpus()[0], 2 * MIB).unwrap())];
-    let engine = Arc::new(CudaEngine::new(slices, memory.clone(), Settings::default(), None).unwrap());
-    memory.engine.set(Arc::downgrade(&engine)).unwrap();
+    let goes = |engine: &CudaEngine, memory: &HostMemory| {
+        memory.replace(&[]).unwrap();
+        engine.memory_changed();
+    };
+    let (engine, _memory) = Eventful::new(&fake, MIB, Box::new(goes));
     let before = fake.get("registrations");
     engine.submit(&transfer(1, 0, copy(own(0, 0), ram(0), 64))).unwrap();
     assert_eq!(ends_of(&*engine, 1)[0].result, Ok(()));
     until("it is let go of", || fake.get("registrations") == before);
     drop(engine);
     fake.is_left_clean();
+}
+
+#[test]
+fn what_is_given_up_while_it_registers_memory_registers_no_more() {
+    let Some(fake) = Fake::cuda() else { return };
+    let (engine, memory) = Eventful::new(&fake, 4 * CHUNK, Box::new(|engine, _| engine.abort(JobId(1))));
+    let before = fake.get("registers");
+    let (len, job) = (MIB, JobId(1));
+    // A place in each of three chunks.
+    let places: Vec<_> = (0..3).map(|n| (ram(n * CHUNK), len / 4)).collect();
+    engine.submit(&transfer(1, 0, copy_all(&[(own(0, 0), len / 4 * 3)], &places))).unwrap();
+    assert_eq!(ends_of(&*engine, 1), [Finished::failed(job, EngineError::Aborted)]);
+    assert_eq!((fake.get("registers"), memory.found.load(Ordering::Relaxed)), (before, 2));
+    engine.submit(&transfer(2, 0, copy(own(0, 0), ram(0), 64))).unwrap();
+    assert_eq!(ends_of(&*engine, 1)[0].result, Ok(()), "that was of the first one alone");
+    engine.abort(job);
+    drop((engine, memory));
+    fake.is_left_clean();
+}
+
+/// Another engine may use memory a little longer, and nobody tells of that.
+#[test]
+fn what_somebody_else_used_when_the_table_changed_is_let_go_of_later() {
+    let Some(world) = world(MIB, Settings::default()) else { return };
+    let before = world.fake.get("registrations");
+    world.run(copy(own(0, 0), ram(0), 64));
+    let place = world.memory.place(ram(0), 64);
+    world.memory.replace(&[]).unwrap();
+    world.engine.memory_changed();
+    assert_eq!(world.fake.get("registrations"), before + 1);
+    drop(place);
+    until("it is let go of", || {
+        assert!(world.engine.poll(&mut Vec::new()).is_some(), "it looks again");
+        world.fake.get("registrations") == before
+    });
+    world.end();
 }

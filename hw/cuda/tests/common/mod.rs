@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use hw_cuda::{CudaEngine, Driver, Gpu, Settings, Slice};
 use hw_engine::conformance::{APERTURES, Parts, ram_regions};
-use hw_engine::{DmaEngine, Finished, Fleet, JobId, Member, RamMap, RamRegion, Route, Submit, Transfer, Work};
+use hw_engine::{DmaEngine, Finished, Fleet, JobId, Member, Memory, RamMap, RamRegion, Route, Submit, Transfer, Work};
 use hw_host::{HostEngine, HostMemory};
 use iommu_addr::{ApertureOffset, DomainId, EndpointId, Gpa, Location, Range, Segment};
 use libloading::Library;
@@ -21,6 +21,9 @@ use tempfile::TempPath;
 
 /// How long anything here may take. Reached only by what hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Bytes that are registered together, which begin at a multiple of that.
+pub const CHUNK: u64 = 64 << 20;
 
 /// A library of a test's own: it shares nothing with that of another test.
 pub struct Fake {
@@ -112,7 +115,7 @@ impl Fake {
 }
 
 /// Waits until something is so.
-pub fn until(what: &str, is_so: impl Fn() -> bool) {
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !is_so() {
         assert!(begun.elapsed() < PATIENCE, "{what}");
@@ -204,12 +207,26 @@ pub struct World {
 }
 
 impl World {
-    /// Of `len` bytes each.
+    /// Of `len` bytes each. Of guest memory, each region is in one chunk, if one is long enough: then it is registered at once, and no copy is cut.
     pub fn new(fake: Fake, len: u64, regions: &[RamRegion], settings: Settings) -> Self {
         let slice = |(n, gpu): (usize, &Arc<Gpu>)| (endpoint(n), Slice::new(gpu, len).unwrap());
         let slices = fake.gpus().iter().enumerate().map(slice).collect();
-        let memory = Arc::new(HostMemory::new());
-        memory.replace(regions).unwrap();
+        let is_in_one = |memory: &HostMemory, region: &RamRegion| {
+            let (start, len) = (region.gpa.start(), region.gpa.len().unwrap());
+            let address = memory.place(Location::Ram(start), 1).unwrap().address;
+            len > CHUNK || address / CHUNK == (address + len - 1) / CHUNK
+        };
+        let mut tried = Vec::new();
+        let memory = loop {
+            let memory = Arc::new(HostMemory::new());
+            memory.replace(regions).unwrap();
+            if regions.iter().all(|region| is_in_one(&memory, region)) {
+                break memory;
+            }
+            // It stays until the end, so that the next one is elsewhere.
+            tried.push(memory);
+        };
+        drop(tried);
         let engine = Arc::new(CudaEngine::new(slices, memory.clone(), settings, None).unwrap());
         let fake = Arc::new(fake);
         Self { release: Release(Arc::clone(&fake)), engine, memory, fake }

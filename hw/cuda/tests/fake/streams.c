@@ -278,9 +278,13 @@ static void take_time(void)
 	pthread_mutex_lock(&lock);
 }
 
+/*
+ * A stream that fails breaks its context, of which every call fails from then on; other streams go on with what they have, words included, as those of an H200
+ * do (driver 580). Of a GPU that is gone nothing goes on.
+ */
 static bool is_done_for(const struct stream *stream)
 {
-	return stream->is_dead || state_of(stream->context);
+	return stream->is_dead || fake.lost >> stream->context->gpu & 1;
 }
 
 static void carry_out(struct stream *stream)
@@ -295,6 +299,7 @@ static void carry_out(struct stream *stream)
 			execute(stream->first, context);
 		}
 		context->sticky = ILLEGAL_ADDRESS;
+		stream->is_dead = true;
 	}
 	if (is_done_for(stream)) {
 		if (!stream->is_dead)
@@ -317,7 +322,7 @@ static void *work_off(void *argument)
 
 	pthread_mutex_lock(&lock);
 	for (;;) {
-		/* Of what is lost or has failed nothing stands still. */
+		/* What is lost or has failed does not stand still. */
 		if (stream->first && (is_done_for(stream) || !stands_still(stream)))
 			carry_out(stream);
 		else if (!stream->first && stream->over)

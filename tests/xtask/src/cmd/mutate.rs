@@ -150,7 +150,19 @@ fn function_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<St
 fn gpu_tests(_programs: &Programs, tree: &Path, target: &Path) -> Option<String> {
     let tests: [&[&str]; 3] = [
         &["hw_engine", "--lib"],
-        &["vdev_device", "--test", "turns", "--test", "work", "--test", "atomics"],
+        &[
+            "vdev_device",
+            "--test",
+            "turns",
+            "--test",
+            "work",
+            "--test",
+            "atomics",
+            "--test",
+            "streams",
+            "--test",
+            "pause",
+        ],
         &["hw_cuda", "--test", "transfers", "--test", "slices", "--test", "registration", "--test", "failure"],
     ];
     first_failure(&tests, tree, target)

@@ -51,14 +51,20 @@ pub(crate) const FUNCTIONS: &[Mutation] = &[
     Mutation {
         name: "function: a flush waits for no other engine",
         file: "hw/engine/src/fences.rs",
-        from: "let waits = !before.is_empty();",
-        to: "let waits = before.contains(&flush.job);",
+        from: "let waits = self.first(flush.initiator) < since;",
+        to: "let waits = self.first(flush.initiator) == since;",
     },
     Mutation {
         name: "function: a flush that waited for nothing is forgotten",
         file: "hw/engine/src/fences.rs",
-        from: "self.end(transfer.job);",
-        to: "lock(self.running.of(transfer.job)).remove(&transfer.job);",
+        from: "!self.due(&lock(&self.held)).is_empty()",
+        to: "self.due(&lock(&self.held)).len() == usize::MAX",
+    },
+    Mutation {
+        name: "function: a full engine is asked without a pause",
+        file: "hw/engine/src/fleet.rs",
+        from: "handed_over.get() || taken != Err(EngineError::Busy)",
+        to: "handed_over.get() || taken != Ok(Submit::Submitted)",
     },
     Mutation {
         name: "function: the last block is not erased",
@@ -187,7 +193,7 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: a flush does not wait for what the engine's own thread has",
         file: "hw/cuda/src/shared.rs",
-        from: "self.busy || !self.waiting.is_empty()",
+        from: "self.busy.is_some() || !self.waiting.is_empty()",
         to: "self.over",
     },
     Mutation {
@@ -209,10 +215,22 @@ pub(crate) const CUDA: &[Mutation] = &[
         to: "self.wake();",
     },
     Mutation {
-        name: "cuda: what a broken context had in hand has ended well",
+        name: "cuda: what a broken context carries out has ended",
         file: "hw/cuda/src/lane.rs",
-        from: "out.extend(rides.map(|ride| ride.lost(error)));",
-        to: "out.extend(rides.filter(|_| error != EngineError::Busy));",
+        from: "out.extend(rides.extract_if(.., |ride| !ride.has_begun));",
+        to: "out.append(rides);",
+    },
+    Mutation {
+        name: "cuda: what somebody else still used stays registered",
+        file: "hw/cuda/src/registry.rs",
+        from: "drop(late);\n        self.sweep();",
+        to: "drop(late);",
+    },
+    Mutation {
+        name: "cuda: what is given up registers memory all the same",
+        file: "hw/cuda/src/reach.rs",
+        from: "None if may_block && self.given_up.load(Ordering::Relaxed) =>",
+        to: "None if !may_block && self.given_up.load(Ordering::Relaxed) =>",
     },
     Mutation {
         name: "cuda: the doorbell is not heard by a tenant's own engines",
@@ -225,6 +243,24 @@ pub(crate) const CUDA: &[Mutation] = &[
         file: "hw/engine/src/fleet.rs",
         from: "Who::Stager => MAX_STAGED,",
         to: "Who::Stager => u64::MAX,",
+    },
+    Mutation {
+        name: "cuda: what a thread has in its hands is not cancelled",
+        file: "vdev/device/src/run.rs",
+        from: "if domain.cancels.load(Ordering::Relaxed) && lock",
+        to: "if !domain.cancels.load(Ordering::Relaxed) && lock",
+    },
+    Mutation {
+        name: "cuda: what was cancelled meanwhile goes on when it is put back",
+        file: "vdev/device/src/streams.rs",
+        from: "is_some_and(|hand| hand.cancelled) {",
+        to: "is_none() {",
+    },
+    Mutation {
+        name: "cuda: a device that scrubs says it is quiet",
+        file: "vdev/device/src/pause.rs",
+        from: "queues.all(rests) && !scrubs &&",
+        to: "queues.all(rests) &&",
     },
     Mutation {
         name: "cuda: the doorbell is not rung",
@@ -241,8 +277,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: a queue that rests leaves its work to nobody",
         file: "vdev/device/src/tend.rs",
-        from: "if self.glances() && !self.flights.is_idle() {",
-        to: "if self.glances() && self.flights.is_idle() {",
+        from: "|| self.glances() && !self.flights.is_idle()",
+        to: "|| self.glances() && self.flights.is_idle()",
     },
     Mutation {
         name: "cuda: a queue that never looks leaves its work to nobody",
