@@ -105,7 +105,7 @@ impl CudaEngine {
 
     /// To be called when the memory that the engine was made over has changed: lets go of what nobody has mapped any more.
     pub fn memory_changed(&self) {
-        self.shared.reach.registry().changed(Instant::now());
+        self.shared.reach.registry().changed();
         // Whoever looks after the engine is to look a few times more.
         self.shared.wake();
     }

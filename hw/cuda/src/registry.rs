@@ -15,7 +15,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -29,10 +29,11 @@ pub(crate) const CHUNK: u64 = 64 << 20;
 /// Most chunks: 64 GiB.
 pub(crate) const MAX_CHUNKS: usize = 1024;
 
-/// How long after a change of the table mappings may go yet: longer than any other engine has a command, or keeps what it may use again.
-const LATE: Duration = Duration::from_secs(10);
+/// How many nanoseconds after a change of the table mappings may go yet: longer than any other engine has a command, or keeps what it may use again.
+const LATE: u64 = 10_000_000_000;
 /// How often that is looked for.
-const LOOK: Duration = Duration::from_millis(250);
+const LOOK: u64 = 250_000_000;
+const NEVER: u64 = u64::MAX;
 
 /// A part of a mapping that GPUs may reach.
 #[derive(Debug)]
@@ -85,16 +86,17 @@ pub(crate) struct Registry {
     limit: usize,
     state: Mutex<State>,
     adding: Mutex<()>,
-    /// Until when, and when next, it is looked what can go.
-    late: Mutex<Option<(Instant, Instant)>>,
-    /// There is such a time, for a look without the lock.
-    is_late: AtomicBool,
+    epoch: Instant,
+    /// Until when, and when next, it is looked what can go yet.
+    until: AtomicU64,
+    next: AtomicU64,
 }
 
 impl Registry {
     pub(crate) fn new(gpu: &Arc<Gpu>, limit: usize) -> Self {
-        let (state, adding, late, is_late) = Default::default();
-        Self { gpu: Arc::clone(gpu), limit, state, adding, late, is_late }
+        let (state, adding, epoch) = (Mutex::default(), Mutex::default(), Instant::now());
+        let (until, next) = (AtomicU64::new(0), AtomicU64::new(NEVER));
+        Self { gpu: Arc::clone(gpu), limit, state, adding, epoch, until, next }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -148,27 +150,33 @@ impl Registry {
     }
 
     /// The guest's memory table has changed.
-    pub(crate) fn changed(&self, now: Instant) {
-        *self.late.lock().unwrap_or_else(PoisonError::into_inner) = Some((now + LATE, now + LOOK));
-        self.is_late.store(true, Ordering::Release);
+    pub(crate) fn changed(&self) {
+        let now = self.now();
+        self.until.store(now.saturating_add(LATE), Ordering::Relaxed);
+        self.next.store(now.saturating_add(LOOK), Ordering::Relaxed);
         self.sweep();
     }
 
     /// Gives up what could not go when the table changed, and says when to look again, if that is worth it.
-    pub(crate) fn look(&self, now: Instant) -> Option<Duration> {
-        if !self.is_late.load(Ordering::Acquire) {
+    pub(crate) fn look(&self) -> Option<Duration> {
+        let next = self.next.load(Ordering::Relaxed);
+        if next == NEVER {
             return None;
         }
-        let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
-        let (until, next) = (*late)?;
+        let now = self.now();
         if now < next {
-            return Some(next - now);
+            return Some(Duration::from_nanos(next - now));
         }
-        *late = (now < until).then_some((until, now + LOOK));
-        self.is_late.store(late.is_some(), Ordering::Release);
-        drop(late);
-        self.sweep();
-        (now < until).then_some(LOOK)
+        let after = if now < self.until.load(Ordering::Relaxed) { now.saturating_add(LOOK) } else { NEVER };
+        if self.next.compare_exchange(next, after, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            self.sweep();
+        }
+        (after != NEVER).then_some(Duration::from_nanos(LOOK))
+    }
+
+    /// In nanoseconds since it was made.
+    fn now(&self) -> u64 {
+        u64::try_from(self.epoch.elapsed().as_nanos()).unwrap_or(NEVER)
     }
 
     /// Gives up what nobody else has mapped any more.

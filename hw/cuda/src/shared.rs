@@ -455,13 +455,13 @@ impl Shared {
         }
         self.collect_told(out);
         let registry = self.reach.registry();
-        let Some(soonest) = soonest else { return registry.look(Instant::now()) };
+        let Some(soonest) = soonest else { return registry.look() };
         if self.settings.spin {
             return Some(Duration::ZERO);
         }
         let now = Instant::now();
         let late = now.saturating_duration_since(soonest);
         let next = if late.is_zero() { (soonest - now).max(LOOK.0) } else { (late / 4).clamp(LOOK.0, LOOK.1) };
-        registry.look(now).into_iter().chain([next]).min()
+        registry.look().into_iter().chain([next]).min()
     }
 }

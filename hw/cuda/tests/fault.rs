@@ -50,8 +50,8 @@ fn copy(engine: &CudaEngine, job: u64) -> Result<(), EngineError> {
     ended[0].result
 }
 
-/// Runs the kernel in the context that is the calling thread's.
-fn fault() {
+/// Loads the kernel into the context that is the calling thread's, which may wait for what is under way there; what is answered runs it.
+fn fault() -> impl FnOnce() {
     type Load = unsafe extern "C" fn(*mut *mut c_void, *const c_void) -> c_uint;
     type Function = unsafe extern "C" fn(*mut *mut c_void, *mut c_void, *const c_char) -> c_uint;
     type Numbers = [c_uint; 7];
@@ -79,11 +79,13 @@ fn fault() {
     let get = unsafe { library.get::<Function>("cuModuleGetFunction") }.unwrap();
     // SAFETY: as above.
     assert_eq!(unsafe { get(&raw mut function, module, c"fault".as_ptr()) }, 0);
-    // SAFETY: the prototype of cuda.h.
-    let launch = unsafe { library.get::<Launch>("cuLaunchKernel") }.unwrap();
-    let [x, y, z, a, b, c, shared]: Numbers = [1, 1, 1, 1, 1, 1, 0];
-    // SAFETY: the kernel takes nothing; what it breaks is this context.
-    assert_eq!(unsafe { launch(function, x, y, z, a, b, c, shared, none, none, none) }, 0);
+    move || {
+        // SAFETY: the prototype of cuda.h.
+        let launch = unsafe { library.get::<Launch>("cuLaunchKernel") }.unwrap();
+        let [x, y, z, a, b, c, shared]: Numbers = [1, 1, 1, 1, 1, 1, 0];
+        // SAFETY: the kernel takes nothing; what it breaks is this context.
+        assert_eq!(unsafe { launch(function, x, y, z, a, b, c, shared, none, none, none) }, 0);
+    }
 }
 
 /// What the process does whose kernel faults.
@@ -92,7 +94,7 @@ fn child() {
     let (told, is_told) = channel();
     engine.on_lost(Box::new(move |error| told.send(error.to_string()).unwrap()));
     assert_eq!(copy(&engine, 1), Ok(()));
-    fault();
+    fault()();
     let start = Instant::now();
     let error = loop {
         assert!(start.elapsed() < Duration::from_secs(30), "the context breaks");
@@ -149,6 +151,7 @@ fn busy_child() {
     collect(&mut ended, 1);
     let (told, is_told) = channel();
     engine.on_lost(Box::new(move |_| told.send(()).unwrap()));
+    let fault = fault();
     for job in (1..).take(COUNT) {
         engine.submit(&long(job)).unwrap();
     }

@@ -223,8 +223,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: what somebody else still used stays registered",
         file: "hw/cuda/src/registry.rs",
-        from: "drop(late);\n        self.sweep();",
-        to: "drop(late);",
+        from: ".is_ok() {\n            self.sweep();",
+        to: ".is_err() {\n            self.sweep();",
     },
     Mutation {
         name: "cuda: what is given up registers memory all the same",
