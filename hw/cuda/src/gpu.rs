@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::yield_now;
 
 use crate::atomic::Kernel;
-use crate::driver::{Answer, CopyAttributes, CudaError, Driver, GpuInfo, MemLocation, Opaque, code};
+use crate::driver::{Answer, CopyAttributes, CudaError, Driver, GpuInfo, MemLocation, Opaque, Rows, RowsSide, code};
 
 /// `CU_STREAM_NON_BLOCKING`: it waits for no other stream.
 const NON_BLOCKING: u32 = 1;
@@ -22,6 +22,11 @@ const PORTABLE: u32 = 1 | 2;
 const IO_MEMORY: u32 = 4;
 /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`
 const STREAM_ORDER: c_int = 1;
+/// Copies into a GPU that are shorter the driver leaves to no copy engine, unless they are in rows. They would wait for other programs of the GPU (H200, driver
+/// 580: beside another process that computes 4 KiB take 2.4 ms, a time slice, and in two rows 10 us), or the processor would make them while the caller waits.
+const SHORT: u64 = 32 << 10;
+/// `CU_MEMORYTYPE_UNIFIED`: the address says what it is.
+const UNIFIED: c_int = 4;
 /// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX`, `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES`
 const FLUSH: (c_int, c_int) = (0, 200);
 
@@ -203,6 +208,22 @@ pub(crate) struct Piece {
     pub(crate) len: u64,
 }
 
+impl Piece {
+    /// Whether it goes into a GPU in rows: see [`SHORT`]. A single byte cannot.
+    pub(crate) fn is_short(&self) -> bool {
+        (2..SHORT).contains(&self.len)
+    }
+
+    /// What it is copied into a GPU as, each with how many of its bytes that adds. Two rows are an even number of bytes, so an odd one's last but one is copied
+    /// twice.
+    pub(crate) fn parts(self) -> impl Iterator<Item = (Self, u64)> {
+        let odd = if self.is_short() { self.len % 2 } else { 0 };
+        let even = self.len - odd;
+        let last = (odd > 0).then(|| Self { dst: self.dst + even - 1, src: self.src + even - 1, len: 2 });
+        [(Self { len: even, ..self }, even)].into_iter().chain(last.map(|last| (last, 1)))
+    }
+}
+
 /// A stream of a GPU: what is put into it is done one after another.
 #[derive(Debug)]
 pub(crate) struct Stream {
@@ -237,9 +258,23 @@ impl Stream {
         driver.check("cuMemcpyAsync", answer)
     }
 
-    /// Whether the driver has a call for many copies.
-    pub(crate) fn copies_many(&self) -> bool {
-        self.gpu.driver.table.batch.is_some()
+    /// Begins a copy from this process's memory into this GPU, of one of [`Piece::parts`].
+    ///
+    /// # Safety
+    /// As for [`Stream::copy`].
+    pub(crate) unsafe fn copy_in(&self, part: Piece) -> Result<(), CudaError> {
+        if !part.is_short() {
+            // SAFETY: as the caller promises.
+            return unsafe { self.copy(part) };
+        }
+        let driver = self.gpu.current()?;
+        let width = usize::try_from(part.len / 2).unwrap_or(usize::MAX);
+        let (host, array) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let side = |device| RowsSide { x: 0, y: 0, kind: UNIFIED, host, device, array, pitch: width };
+        let rows = Rows { src: side(part.src), dst: side(part.dst), width, height: 2 };
+        // SAFETY: the driver reads the description before it returns; the rest as the caller promises.
+        let answer = unsafe { (driver.table.copy_rows)(&raw const rows, self.handle.get()) };
+        driver.check("cuMemcpy2DAsync", answer)
     }
 
     /// Begins many copies at once, in no order among each other. `None` if the driver has no call for that.

@@ -25,9 +25,6 @@ use crate::registry::Registration;
 /// Copies from which one call for all of them is quicker than one for each (H200, driver 580: 8 of 4 KiB take 15 us together and 18 us one by one, 64 take 70
 /// and 122).
 const BATCH: usize = 4;
-/// Copies into a GPU that are shorter the driver makes itself, in a call for many, if the stream has nothing to do: by the processor, while the caller
-/// waits (H200, driver 580: 3 us for 16 KiB, where a copy that the GPU is told of takes 0.5 us).
-const BY_PROCESSOR: u64 = 32 << 10;
 /// From when on a run is long: whoever waits for the first copy of one waits no longer than that.
 const LONG: Duration = Duration::from_micros(80);
 /// Bytes a second for programs, which have next to none.
@@ -248,18 +245,9 @@ impl Lane {
         gathered: Vec<Gathered>,
     ) -> Result<(), CudaError> {
         let all: Vec<Piece> = gathered.iter().flat_map(|(_, pieces)| pieces.iter().copied()).collect();
-        // So that the stream has something to do: a single copy the GPU is told of whatever its length.
-        let alone =
-            usize::from(self.is_into && self.stream.copies_many() && all.iter().any(|piece| piece.len < BY_PROCESSOR));
-        let together = || {
-            let (alone, rest) = all.split_at(alone);
-            // SAFETY: as the caller promises; the rides keep it until the stream has passed it.
-            alone.iter().all(|piece| unsafe { self.stream.copy(*piece) }.is_ok())
-                // SAFETY: as above.
-                && unsafe { self.stream.copy_all(rest) }.is_some_and(|answer| answer.is_ok())
-        };
-        let tried = all.len() >= BATCH;
-        let begun = tried && together();
+        let tried = all.len() >= BATCH && !(self.is_into && all.iter().any(Piece::is_short));
+        // SAFETY: as the caller promises; the rides keep it until the stream has passed it.
+        let begun = tried && unsafe { self.stream.copy_all(&all) }.is_some_and(|answer| answer.is_ok());
         let mut rides = Vec::with_capacity(gathered.len());
         for (mut ride, pieces) in gathered {
             if !begun {
@@ -292,6 +280,10 @@ impl Lane {
             }
         };
         let _all = match load {
+            Load::Copies(pieces) if self.is_into => pieces.iter().flat_map(|piece| piece.parts()).all(|(part, len)| {
+                // SAFETY: as the caller promises.
+                note(len, unsafe { self.stream.copy_in(part) })
+            }),
             Load::Copies(pieces) => pieces.iter().all(|piece| {
                 // SAFETY: as the caller promises.
                 note(piece.len, unsafe { self.stream.copy(*piece) })

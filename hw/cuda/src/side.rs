@@ -95,7 +95,7 @@ impl Side {
             self.bytes(part.len()).copy_from_slice(part);
             let piece = Piece { dst: at, src: self.bounce(), len: part.len() as u64 };
             // SAFETY: as the caller promises; the other end is this side's.
-            unsafe { self.stream.copy(piece) }?;
+            piece.parts().try_for_each(|(part, _)| unsafe { self.stream.copy_in(part) })?;
             self.wait()?;
         }
         Ok(())
@@ -131,7 +131,7 @@ impl Side {
         let bytes = usize::try_from(len).unwrap_or(BOUNCE);
         self.bytes(bytes).chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&pattern.to_le_bytes()));
         // SAFETY: both ends are this side's.
-        unsafe { self.stream.copy(Piece { dst: self.scratch.base(), src: self.bounce(), len }) }?;
+        unsafe { self.stream.copy_in(Piece { dst: self.scratch.base(), src: self.bounce(), len }) }?;
         let mut phase = 0;
         for (start, of) in places {
             let mut done = 0;

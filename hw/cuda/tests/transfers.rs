@@ -102,13 +102,13 @@ fn many_that_are_gathered_do_not_wait_for_the_doorbell() {
 fn a_driver_without_a_call_for_many_copies_one_by_one() {
     for version in [12080, 12000] {
         let Some(world) = world_of(Fake::cuda_of(version)) else { return };
-        let calls = since(&world, ["batches", "copies"]);
+        let calls = since(&world, ["batches", "copies", "in_rows"]);
         begin(&world, 20, 4096);
         assert!(world.ends(20).iter().all(|end| (end.bytes, end.result) == (4096, Ok(()))));
-        assert_eq!(calls(), [0, 20]);
-        (0..8).for_each(|n| world.submit(n, copy(own(0, n * 128), ram(n * 128), 64)));
+        assert_eq!(calls(), [0, 20, 0]);
+        (0..8).for_each(|n| world.submit(n, copy(own(0, n * GATHER), ram(n * GATHER), GATHER / 2)));
         assert_eq!(world.ends(8).len(), 8);
-        assert_eq!(calls(), [0, 28], "also into the GPU");
+        assert_eq!(calls(), [0, 28, 0], "also into the GPU");
         world.end();
     }
 }
@@ -225,7 +225,7 @@ fn each_atomic_operation_under_way_says_what_it_found_and_copies_do_not_wait_for
     assert!(written()[0] < 2500, "one word for all that had begun: {written:?}", written = written());
     world.fake.set("stall_programs", 1);
     world.submit(1, add(own(0, 4096)));
-    world.submit(2, copy(own(0, 0), own(0, MIB), 64));
+    world.submit(2, copy(ram(0), own(0, MIB), 64));
     world.submit(3, copy(own(0, 0), ram(0), 64));
     assert_eq!(world.ends(2).iter().map(|end| end.job.0).collect::<std::collections::BTreeSet<_>>(), [2, 3].into());
     world.fake.set("stall_programs", 0);
@@ -233,19 +233,36 @@ fn each_atomic_operation_under_way_says_what_it_found_and_copies_do_not_wait_for
     world.end();
 }
 
+/// They would wait for programs of whoever else has the GPU, or the processor would make them.
 #[test]
-fn the_processor_copies_nothing_into_a_gpu() {
+fn short_copies_into_a_gpu_are_for_its_copy_engines_too() {
     let Some(world) = world() else { return };
-    let calls = since(&world, ["batches", "batched", "copies"]);
-    (0..8).for_each(|n| world.submit(n, copy(own(0, n * 128), ram(n * 128), 64)));
-    world.engine.doorbell();
-    // The driver would, if the stream had nothing else to do.
-    assert_eq!(calls(), [1, 7, 1]);
+    let calls = since(&world, ["batches", "batched", "copies", "in_rows"]);
+    let bytes: Vec<u8> = (0..=u8::MAX).cycle().take(64 << 10).collect();
+    world.memory.write(ram(0), &bytes).unwrap();
+    world.fake.set("stall_programs", 1);
+    let lens = [2, 3, 64, 65, 4095, 4096, 32_767, 32_766];
+    for (n, len) in (0..).zip(lens) {
+        world.submit(n, copy(own(0, n * GATHER + n % 3), ram(n), len));
+    }
+    let mut ends = world.ends(8);
+    ends.sort_by_key(|end| end.job.0);
+    assert!(ends.iter().zip(lens).all(|(end, len)| (end.bytes, end.result) == (len, Ok(()))), "{ends:?}");
+    assert_eq!(calls(), [0, 0, 0, 8 + 4], "and the last byte of an odd number");
+    (0..8).for_each(|n| world.submit(n, copy(own(0, (8 + n) * GATHER), ram(n), GATHER / 2)));
     assert_eq!(world.ends(8).len(), 8);
-    (0..8).for_each(|n| world.submit(n, copy(own(0, n * GATHER), ram(n * GATHER), GATHER / 2)));
-    world.engine.doorbell();
-    assert_eq!(calls(), [2, 15, 1], "longer ones the GPU is told of anyway");
-    assert_eq!(world.ends(8).len(), 8);
+    assert_eq!(calls(), [1, 8, 0, 12], "longer ones are anyway");
+    world.fake.set("stall_programs", 0);
+    for (n, len) in (0..).zip(lens.map(|len| usize::try_from(len).unwrap())) {
+        let mut have = vec![0; len + 2];
+        world.engine.read_own(common::endpoint(0), n * GATHER + n % 3, &mut have).unwrap();
+        let sent = bytes.iter().skip(usize::try_from(n).unwrap()).take(len);
+        assert!(have.iter().eq(sent.chain(&[0; 2])), "{len}");
+    }
+    // Of a single byte there are no two rows.
+    let calls = since(&world, ["copies", "in_rows"]);
+    world.run(copy(own(0, 0), ram(0), 1));
+    assert_eq!(calls(), [1, 0]);
     world.end();
 }
 

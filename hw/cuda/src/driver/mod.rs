@@ -16,7 +16,7 @@ pub use error::CudaError;
 pub(crate) use error::code;
 use table::Table;
 pub(crate) use table::{
-    AccessDesc, Allocation, AllocationProp, Answer, CopyAttributes, DevicePtr, MemLocation, Opaque,
+    AccessDesc, Allocation, AllocationProp, Answer, CopyAttributes, DevicePtr, MemLocation, Opaque, Rows, RowsSide,
 };
 
 /// Where a GPU's driver is looked for.

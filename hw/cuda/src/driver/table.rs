@@ -57,7 +57,31 @@ pub(crate) struct CopyAttributes {
     pub(crate) flags: c_uint,
 }
 
+/// One side of a `CUDA_MEMCPY2D`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowsSide {
+    pub(crate) x: usize,
+    pub(crate) y: usize,
+    pub(crate) kind: c_int,
+    pub(crate) host: *mut c_void,
+    pub(crate) device: DevicePtr,
+    pub(crate) array: Opaque,
+    pub(crate) pitch: usize,
+}
+
+/// `CUDA_MEMCPY2D`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    pub(crate) src: RowsSide,
+    pub(crate) dst: RowsSide,
+    pub(crate) width: usize,
+    pub(crate) height: usize,
+}
+
 const _: () = {
+    assert!(size_of::<Rows>() == 128);
     assert!(size_of::<AllocationProp>() == 32);
     assert!(size_of::<AccessDesc>() == 12);
     assert!(size_of::<CopyAttributes>() == 24);
@@ -133,6 +157,7 @@ table! {
     host_register: "cuMemHostRegister_v2" = fn(*mut c_void, usize, c_uint);
     host_unregister: "cuMemHostUnregister" = fn(*mut c_void);
     copy: "cuMemcpyAsync" = fn(DevicePtr, DevicePtr, usize, Opaque);
+    copy_rows: "cuMemcpy2DAsync_v2" = fn(*const Rows, Opaque);
     set: "cuMemsetD8Async" = fn(DevicePtr, u8, usize, Opaque);
     flush_writes: "cuFlushGPUDirectRDMAWrites" = fn(c_int, c_int);
 }

@@ -77,6 +77,7 @@ enum {
 	X(registers, 0)         /* calls that registered */                    \
 	X(most_registered, 0)   /* bytes at a time */                          \
 	X(copies, 0)            /* calls of cuMemcpyAsync */                   \
+	X(in_rows, 0)           /* calls of cuMemcpy2DAsync */                 \
 	X(batches, 0)           /* calls of cuMemcpyBatchAsync */              \
 	X(batched, 0)           /* copies in them */                           \
 	X(longest_batched, 0)   /* bytes of the longest one */                 \
@@ -144,6 +145,7 @@ struct operation {
 	struct operation *next;
 	enum { COPY, SET, WRITE, ATOMIC } kind;
 	uint32_t value;
+	bool in_rows;
 	/* Of an atomic one. */
 	uint64_t operand, compare;
 	size_t count;

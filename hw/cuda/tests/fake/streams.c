@@ -254,9 +254,34 @@ void drop_operations(const struct context *context)
 	pthread_cond_broadcast(&changed);
 }
 
+static bool is_of(uint64_t at, int gpu)
+{
+	const struct map *map = map_of(at, gpu, 1);
+
+	return map && map->of->gpu == gpu;
+}
+
+/* Whether a driver leaves it to programs of the GPU and not to a copy engine (H200, driver 580). */
+static bool is_program(const struct operation *operation, int gpu)
+{
+	size_t i;
+
+	if (operation->kind == ATOMIC || operation->kind == SET)
+		return true;
+	for (i = 0; operation->kind == COPY && i < operation->count; i++) {
+		const struct piece *piece = &operation->pieces[i];
+
+		if (is_of(piece->dst, gpu) &&
+		    (is_of(piece->src, gpu) ||
+		     (!map_of(piece->src, gpu, 1) && piece->len < 32 << 10 && !operation->in_rows)))
+			return true;
+	}
+	return false;
+}
+
 static bool stands_still(const struct stream *stream)
 {
-	if (fake.stall_programs && stream->first && stream->first->kind == ATOMIC)
+	if (fake.stall_programs && stream->first && is_program(stream->first, stream->context->gpu))
 		return true;
 	if (!(fake.stall >> stream->context->gpu & 1))
 		return false;

@@ -133,6 +133,45 @@ API CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t len, CUstrea
 	return OK;
 }
 
+struct side {
+	size_t x, y;
+	int kind;
+	void *host;
+	CUdeviceptr at;
+	void *array;
+	size_t pitch;
+};
+
+struct rows {
+	struct side src, dst;
+	size_t width, height;
+};
+
+_Static_assert(sizeof(struct rows) == 128, "as in cuda.h");
+
+API CUresult cuMemcpy2DAsync_v2(const struct rows *rows, CUstream stream)
+{
+	LOCKED;
+	const struct side *src = &rows->src, *dst = &rows->dst;
+	struct operation *copy;
+	size_t i;
+
+	TRY(may_stream(stream));
+	/* 4 is CU_MEMORYTYPE_UNIFIED. */
+	if (src->kind != 4 || dst->kind != 4 || src->x || src->y || dst->x || dst->y || !rows->height ||
+	    src->pitch < rows->width || dst->pitch < rows->width)
+		return INVALID_VALUE;
+	for (i = 0; i < rows->height; i++)
+		TRY(check_copy(stream, dst->at + i * dst->pitch, src->at + i * src->pitch, rows->width));
+	copy = operation(COPY, rows->height);
+	copy->in_rows = rows->height > 1;
+	for (i = 0; i < rows->height; i++)
+		copy->pieces[i] = (struct piece){ dst->at + i * dst->pitch, src->at + i * src->pitch, rows->width };
+	enqueue(stream, copy);
+	fake.in_rows++;
+	return OK;
+}
+
 #if FAKE_VERSION >= 12080
 static int copy_batch(const CUdeviceptr *dsts, const CUdeviceptr *srcs, const size_t *sizes, size_t count,
 		      const struct attributes *attributes, const size_t *starts, size_t kinds, size_t *failed,

@@ -199,8 +199,8 @@ pub(crate) const CUDA: &[Mutation] = &[
     Mutation {
         name: "cuda: the processor copies what is short into a GPU",
         file: "hw/cuda/src/lane.rs",
-        from: "usize::from(self.is_into && self.stream",
-        to: "usize::from(!self.is_into && self.stream",
+        from: "!(self.is_into && all.iter()",
+        to: "!(!self.is_into && all.iter()",
     },
     Mutation {
         name: "cuda: a flush does not show the GPU what others wrote",
