@@ -15,6 +15,7 @@
 //! Not here: translation, rights, a guest's kernels, copies through the processor.
 
 mod atomic;
+mod book;
 mod driver;
 mod engine;
 mod gpu;

@@ -2,7 +2,6 @@
 //!
 //! Not here: the engine's face.
 
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::sleep;
@@ -12,6 +11,7 @@ use hw_engine::jobs::Apart;
 use hw_engine::{EngineError, Finished, JobId, MemoryError, Route, Transfer, Work};
 use iommu_addr::{ApertureOffset, EndpointId, Location, Segment};
 
+use crate::book::{Book, Flush};
 use crate::driver::CudaError;
 use crate::engine::Settings;
 use crate::lane::{Load, Ride, device_error};
@@ -47,51 +47,6 @@ pub(crate) struct Shared {
     pub(crate) lost: OnceLock<CudaError>,
     pub(crate) wake: OnceLock<Wake>,
     pub(crate) tell: Mutex<Option<Tell>>,
-}
-
-/// What is in no lane. Seldom there is anything.
-#[derive(Default)]
-struct Book {
-    /// What waits for the engine's own thread, in the order in which it came.
-    waiting: VecDeque<Transfer>,
-    /// What that thread has in its hands.
-    busy: Option<JobId>,
-    /// That thread ends when nothing waits any more.
-    over: bool,
-    /// Flushes that wait for what is in lanes.
-    flushes: Vec<Flush>,
-    /// What ended where nobody collects.
-    ended: Vec<Finished>,
-}
-
-/// A flush, and where the lanes of each GPU were when it came.
-struct Flush {
-    job: JobId,
-    behind: Vec<Vec<u32>>,
-}
-
-impl Book {
-    /// How much there is for whoever collects.
-    fn told(&self) -> usize {
-        self.flushes.len() + self.ended.len()
-    }
-
-    /// Whether the engine's own thread has something to do.
-    fn is_waited_for(&self) -> bool {
-        self.busy.is_some() || !self.waiting.is_empty()
-    }
-
-    /// Ends what has not begun. False if nothing of that name waits.
-    fn give_up(&mut self, job: JobId) -> bool {
-        let before = self.waiting.len() + self.flushes.len();
-        self.waiting.retain(|transfer| transfer.job != job);
-        self.flushes.retain(|flush| flush.job != job);
-        let waited = self.waiting.len() + self.flushes.len() < before;
-        if waited {
-            self.ended.push(Finished::failed(job, EngineError::Aborted));
-        }
-        waited
-    }
 }
 
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -192,7 +192,7 @@ pub(crate) const CUDA: &[Mutation] = &[
     },
     Mutation {
         name: "cuda: a flush does not wait for what the engine's own thread has",
-        file: "hw/cuda/src/shared.rs",
+        file: "hw/cuda/src/book.rs",
         from: "self.busy.is_some() || !self.waiting.is_empty()",
         to: "self.over",
     },
