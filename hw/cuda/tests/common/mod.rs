@@ -194,6 +194,7 @@ struct Release(Arc<Fake>);
 impl Drop for Release {
     fn drop(&mut self) {
         self.0.set("stall", 0);
+        self.0.set("stall_programs", 0);
     }
 }
 

@@ -197,10 +197,10 @@ pub(crate) const CUDA: &[Mutation] = &[
         to: "self.over",
     },
     Mutation {
-        name: "cuda: the processor copies what is short into a GPU",
-        file: "hw/cuda/src/lane.rs",
-        from: "!(self.is_into && all.iter()",
-        to: "!(!self.is_into && all.iter()",
+        name: "cuda: the last byte of a short copy into a GPU is left out",
+        file: "hw/cuda/src/gpu.rs",
+        from: "if self.is_short() { self.len % 2 } else { 0 }",
+        to: "if self.is_short() { 0 } else { 0 }",
     },
     Mutation {
         name: "cuda: a flush does not show the GPU what others wrote",
