@@ -157,7 +157,8 @@ impl Finished {
     }
 
     /// The end of an atomic operation.
-    pub fn atomic(job: JobId, atomic: Atomic, was: Result<u64, EngineError>) -> Self {
+    pub fn atomic(job: JobId, atomic: Atomic, was: Result<u64, MemoryError>) -> Self {
+        let was = was.map_err(EngineError::Memory);
         let (bytes, value) = was.map_or((0, 0), |value| (atomic.len, value));
         Self { job, bytes, result: was.map(drop), raised: false, value }
     }

@@ -199,7 +199,7 @@ impl Fleet {
             && self.is_hardware(transfer.initiator)
         {
             // Of memory of this process the processor changes a word at once.
-            let was = self.memory.atomic(at, atomic).map_err(EngineError::Memory);
+            let was = self.memory.atomic(at, atomic);
             return Ok(Submit::Executed(Finished::atomic(transfer.job, atomic, was)));
         }
         match self.who(transfer) {

@@ -55,7 +55,7 @@ impl DmaEngine for HostEngine {
             // What was submitted before has been moved by this CPU, and its caches are coherent.
             Work::Flush => Ok(0),
             Work::Atomic { at, atomic } => {
-                let was = memory.atomic(*at, *atomic).map_err(EngineError::Memory);
+                let was = memory.atomic(*at, *atomic);
                 return Ok(Submit::Executed(Finished::atomic(transfer.job, *atomic, was)));
             }
             Work::Kernel { .. } => return Err(EngineError::Device { code: Self::NO_KERNELS }),

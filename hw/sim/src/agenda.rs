@@ -42,7 +42,7 @@ pub(crate) fn carry_out(memory: &dyn Memory, transfer: &Transfer) -> Finished {
         Work::Copy { src, dst, route } => copy_segments(memory, dst, src, *route),
         Work::Fill { dst, pattern } => fill_segments(memory, dst, *pattern),
         Work::Atomic { at, atomic } => {
-            let was = memory.atomic(*at, *atomic).map_err(EngineError::Memory);
+            let was = memory.atomic(*at, *atomic);
             return Finished::atomic(transfer.job, *atomic, was);
         }
         Work::Flush | Work::Kernel { .. } => Ok(0),

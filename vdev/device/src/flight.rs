@@ -114,18 +114,16 @@ impl Flights {
         self.all().iter().map(count).sum()
     }
 
-    /// Marks transfers and gives their names, for `mark` answering true: they are to be aborted.
-    pub(crate) fn mark(&self, mut mark: impl FnMut(&mut Flight) -> bool) -> Vec<JobId> {
+    /// Notes of transfers why they are to end, and gives the names of those of which nobody had.
+    pub(crate) fn mark(&self, which: impl Fn(&Flight) -> bool, reason: RequestError) -> Vec<JobId> {
         let mut tables = self.all();
         let flights = tables.iter_mut().flat_map(|table| table.flights.iter_mut());
-        flights.filter_map(|(job, flight)| mark(flight).then_some(*job)).collect()
+        flights.filter_map(|(job, flight)| (which(flight) && flight.op.abort(reason)).then_some(*job)).collect()
     }
 
-    /// Marks one transfer. False if it has landed, or was marked before.
+    /// The same of one. False also if it has landed.
     pub(crate) fn mark_one(&self, job: JobId, reason: RequestError) -> bool {
-        let mut table = self.parts.of(job).lock();
-        let unmarked = table.flights.get_mut(&job).filter(|flight| flight.op.aborted.is_none());
-        unmarked.map(|flight| flight.op.aborted = Some(reason)).is_some()
+        self.parts.of(job).lock().flights.get_mut(&job).is_some_and(|flight| flight.op.abort(reason))
     }
 
     /// The earliest deadline of transfers that nobody aborted yet.

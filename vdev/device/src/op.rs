@@ -127,6 +127,13 @@ pub(crate) struct Op {
 }
 
 impl Op {
+    /// Notes why it is to end. False if that was noted before.
+    pub(crate) fn abort(&mut self, reason: RequestError) -> bool {
+        let is_new = self.aborted.is_none();
+        self.aborted.get_or_insert(reason);
+        is_new
+    }
+
     /// The guest's name for it; `None` for the device's own.
     pub(crate) fn cookie(&self) -> Option<u64> {
         match &self.task {

@@ -221,8 +221,7 @@ impl Device {
         let due = turn.now >= op.deadline;
         let went = match (op.issued.take(), &op.task) {
             (issued @ Some(_), _) if self.is_down() => Went::Ended(given_up(issued, RequestError::Dropped)),
-            (issued @ Some(_), _) if op.aborted.is_some() => Went::Ended(given_up(issued, RequestError::Cancelled)),
-            (None, _) if op.aborted.is_some() => Went::Ended(Outcome::refused(RequestError::Cancelled)),
+            (issued, _) if op.aborted.is_some() => Went::Ended(given_up(issued, RequestError::Cancelled)),
             (issued, _) if due => Went::Ended(given_up(issued, RequestError::Timeout)),
             (Some(issued), _) => self.resume(turn, issued),
             (None, Task::Guest(_) | Task::Kernel(_)) if domain.is_closing() => {

@@ -46,7 +46,7 @@ impl Stream {
 
     fn cancel_issued(&mut self, which: impl Fn(&Op) -> bool) -> usize {
         let issued = self.queue.iter_mut().filter(|op| op.issued.is_some() && which(op));
-        issued.map(|op| op.aborted = op.aborted.or(Some(RequestError::Cancelled))).count()
+        issued.map(|op| op.abort(RequestError::Cancelled)).count()
     }
 }
 
@@ -151,7 +151,7 @@ impl Streams {
     pub(crate) fn put_back(&mut self, key: StreamKey, mut op: Op) {
         if let Some(stream) = self.map.get_mut(&key) {
             if stream.hand.take().is_some_and(|hand| hand.cancelled) {
-                op.aborted = op.aborted.or(Some(RequestError::Cancelled));
+                op.abort(RequestError::Cancelled);
             }
             stream.queue.push_front(op);
         }

@@ -194,14 +194,7 @@ impl Device {
             let next = lock(&domain.streams).earliest_deadline();
             earliest = earliest.into_iter().chain(next).min();
         }
-        let overdue = self.flights.mark(|flight| {
-            let is_due = flight.op.aborted.is_none() && now >= flight.op.deadline;
-            if is_due {
-                flight.op.aborted = Some(RequestError::Timeout);
-            }
-            is_due
-        });
-        overdue.into_iter().for_each(|job| self.engine.abort(job));
+        self.abort(|flight| now >= flight.op.deadline, RequestError::Timeout);
         if let Some(next) = earliest.into_iter().chain(self.flights.earliest_deadline()).min() {
             self.flights.watch(next);
         }
@@ -272,13 +265,7 @@ impl Device {
     }
 
     pub(crate) fn abort(&self, which: impl Fn(&Flight) -> bool, reason: RequestError) {
-        let jobs = self.flights.mark(|flight| {
-            let is_new = flight.op.aborted.is_none() && which(flight);
-            if is_new {
-                flight.op.aborted = Some(reason);
-            }
-            is_new
-        });
+        let jobs = self.flights.mark(which, reason);
         jobs.into_iter().for_each(|job| self.engine.abort(job));
     }
 

@@ -3,8 +3,8 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier, Mutex};
 
 use common::*;
 use vdev_device::{Counter, Gauge};
@@ -110,16 +110,15 @@ fn a_device_that_says_it_is_quiet_completes_nothing_more() {
 #[test]
 fn a_device_that_scrubs_is_not_quiet() {
     let piece = 256 << 10;
-    let mut bed = Bed::build(spec(), |memory| std::sync::Arc::new(hw_host::HostEngine::new(memory)), piece).prepared();
+    let mut bed = Bed::build(spec(), |memory| Arc::new(hw_host::HostEngine::new(memory)), piece).prepared();
     let handle = bed.alloc(1, GPU, 1 << 40, 4 * piece);
     let call = bed.start(Opcode::Free, 1, zerocopy::IntoBytes::as_bytes(&vdev_wire::Free { handle: handle.into() }));
     bed.device.drain(0);
     bed.device.pause();
-    let (device, seen) =
-        (std::sync::Arc::downgrade(&bed.device), std::sync::Arc::new(std::sync::Mutex::new(Vec::new())));
-    let told = std::sync::Arc::clone(&seen);
+    let (device, seen) = (Arc::downgrade(&bed.device), Arc::new(Mutex::new(Vec::new())));
+    let told = Arc::clone(&seen);
     let ask = move || told.lock().unwrap().extend(device.upgrade().map(|device| device.is_quiet()));
-    *bed.engine.meanwhile.lock().unwrap() = Some(std::sync::Arc::new(ask));
+    *bed.engine.meanwhile.lock().unwrap() = Some(Arc::new(ask));
     while bed.device.poll().is_some_and(|wait| wait.is_zero()) {}
     assert_eq!(*seen.lock().unwrap(), [false; 4], "asked at each piece");
     *bed.engine.meanwhile.lock().unwrap() = None;

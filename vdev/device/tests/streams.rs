@@ -3,9 +3,10 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::*;
 use hw_engine::EngineError;
-use std::sync::Arc;
 use vdev_device::{Counter, DeviceSpec, Gauge};
 use vdev_wire::{Status, WorkDescriptor};
 
@@ -322,7 +323,7 @@ fn work_is_cancelled_while_a_thread_has_it_in_its_hands() {
         let batch = bed.submit(1, &[long(4)]);
         let full = Arc::clone(&bed.engine);
         let fill_up = |bed: &mut Bed| {
-            full.set(Mode::Crowded);
+            full.set(Mode::Full);
             bed.device.drain(2);
         };
         assert_eq!(cancel_meanwhile(&mut bed, cookie, fill_up), (0, 1));

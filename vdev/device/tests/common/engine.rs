@@ -16,8 +16,6 @@ pub enum Mode {
     Hold,
     /// Takes nothing.
     Full,
-    /// Takes nothing, and says so after a while.
-    Crowded,
     /// Executes, but reports the end as failed after this many bytes.
     Fail(u64),
 }
@@ -178,14 +176,11 @@ impl DmaEngine for ScriptEngine {
 
     fn submit(&self, transfer: &Transfer) -> Result<Submit, EngineError> {
         let mode = *self.mode.lock().unwrap();
-        if mode == Mode::Full {
-            return Err(EngineError::Busy);
-        }
         let meanwhile = self.meanwhile.lock().unwrap().clone();
         if let Some(meanwhile) = meanwhile {
             meanwhile();
         }
-        if mode == Mode::Crowded {
+        if mode == Mode::Full {
             return Err(EngineError::Busy);
         }
         let mut state = self.state.lock().unwrap();
@@ -199,7 +194,7 @@ impl DmaEngine for ScriptEngine {
                 let result = Err(EngineError::Device { code: 7 });
                 Ok(Submit::Executed(Finished { job: transfer.job, bytes, result, raised: false, value: 0 }))
             }
-            Mode::Inline | Mode::Full | Mode::Crowded => {
+            Mode::Inline | Mode::Full => {
                 drop(state);
                 Ok(Submit::Executed(self.run(transfer)))
             }
